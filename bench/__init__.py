@@ -1,0 +1,1 @@
+"""Demonstrations and measurements, each a command that a user can run."""

