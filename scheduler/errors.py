@@ -1,4 +1,4 @@
-"""What can go wrong, as a table: whose fault it is, whether trying again helps, and the HTTP status a gateway would use.
+"""What can go wrong, as a table: whose fault it is, whether trying again helps, and the equivalent HTTP status.
 
 `CODES` is the single source; the protocol document and its test are made from it. Every error a client sees is one of
 these codes plus a sentence that says what happened and what to do next.

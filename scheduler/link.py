@@ -5,6 +5,7 @@ message for each step. A batch id is unique for the scheduler's life and comes b
 report is recognised and harmless. Token ids travel as little-endian uint32 bytes: they decode in one copy.
 """
 
+import socket
 import sys
 from array import array
 from collections.abc import Iterable
@@ -19,6 +20,11 @@ LINK_BYTES_MAX = 256 << 20  # a batch of long inputs, or a tokenizer in a regist
 
 assert array("I").itemsize == 4
 _SWAP = sys.byteorder == "big"
+
+
+def hostname() -> str:
+    """The name of this machine, by which a scheduler knows its own processes from others'."""
+    return socket.gethostname()
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
@@ -36,6 +42,23 @@ def unpack_ids(data: bytes) -> list[int]:
     if _SWAP:
         ids.byteswap()
     return ids.tolist()
+
+
+def pack_floats(values: Iterable[float]) -> bytes:
+    """Numbers as little-endian float32."""
+    packed = array("f", values)
+    if _SWAP:
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_floats(data: bytes) -> list[float]:
+    """The numbers in `data`; its length must be a multiple of 4."""
+    values = array("f")
+    values.frombytes(data)
+    if _SWAP:
+        values.byteswap()
+    return values.tolist()
 
 
 class Tokenizer(Struct, frozen=True, array_like=True):
@@ -76,8 +99,9 @@ class Card(Struct, frozen=True, array_like=True):
 
 
 class Item(Struct, frozen=True, array_like=True):
-    """One request's share of a batch. `rid` is the scheduler's id. `ids`: packed input ids; `ids_pair`: the second text
-    of a pair; `done`: packed ids already generated elsewhere, to continue after; `payload`: a `call`'s msgpack value."""
+    """One request's share of a batch. `rid` is the scheduler's id. `ids`: packed input ids; `ids_pair`: the second
+    text of a pair; `done`: packed ids already generated elsewhere, to continue after; `payload`: a `call`'s value.
+    """
 
     rid: int
     ids: bytes = b""
@@ -110,13 +134,17 @@ class Stop(Struct, frozen=True, array_like=True, tag="stop"):
     drain: bool = True
 
 
+class Again(Struct, frozen=True, array_like=True, tag="again"):
+    """The scheduler does not know this worker (it was silent for too long): forget all work and register again."""
+
+
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):
     """The registration was taken. Without one within a few seconds a worker registers again."""
 
     link: int = LINK
 
 
-ToWorker = Run | Drop | Stop | Welcome
+ToWorker = Run | Drop | Stop | Again | Welcome
 
 # ---------------------------------------------------------------- worker -> scheduler
 

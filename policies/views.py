@@ -1,0 +1,127 @@
+"""What a policy may see, and what it may say. Nothing here can be changed by a policy, nothing here reads a clock.
+
+The core fills these from its own books before it asks. A policy of your own is any callable of the same shape.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from headway.policies.intervals import Intervals
+
+
+class Cost(NamedTuple):
+    """Learned cost of one batch (one step, in iteration mode): time = a + b x tokens + m x requests, nanoseconds.
+
+    `known` is false until enough batches have been seen; the numbers are then only a prior, or zero.
+    """
+
+    a_ns: float = 0.0
+    b_ns: float = 0.0
+    m_ns: float = 0.0
+    known: bool = False
+
+    def batch_ns(self, requests: int, tokens: int) -> float:
+        """Predicted time of one batch."""
+        return self.a_ns + self.b_ns * tokens + self.m_ns * requests
+
+
+class LaneView(NamedTuple):
+    """A lane with at least one request waiting, at a moment when a worker could take a batch from it."""
+
+    waiting: int
+    oldest_arrival_ns: int
+    last_arrival_ns: int
+    tightest_deadline_ns: int | None
+    max_batch: int
+    other_idle: bool  # another worker that could serve this lane is idle too
+    engine_running: bool  # iteration mode, and the engine is in the middle of other requests
+    cost: Cost
+    intervals: Intervals
+
+
+class Launch(NamedTuple):
+    """Close a batch now."""
+
+    reason: str
+
+
+class Wait(NamedTuple):
+    """Leave the batch open until `until_ns`, or until the next event."""
+
+    until_ns: int
+    reason: str
+
+
+class Window(Protocol):
+    """Launch now, or wait? Asked only when a worker is free: a batch is never closed earlier (late binding)."""
+
+    def __call__(self, view: LaneView, now_ns: int) -> Launch | Wait: ...
+
+
+class Arrival(NamedTuple):
+    """A request at the door."""
+
+    tokens: int
+    max_new: int
+    priority: int
+    deadline_ns: int | None
+    tenant: str
+
+
+class DoorView(NamedTuple):
+    """What waits already, and how fast it goes."""
+
+    waiting: int
+    waiting_tokens: int
+    workers: int
+    max_batch: int
+    cost: Cost
+
+
+class Refusal(NamedTuple):
+    """Not admitted: an error code, a sentence, and when trying again makes sense."""
+
+    code: str
+    message: str
+    retry_after_ms: int | None = None
+
+
+class Admit(Protocol):
+    """May this request in?"""
+
+    def __call__(self, arrival: Arrival, door: DoorView, now_ns: int) -> Refusal | None: ...
+
+
+class Order(Protocol):
+    """Which next? The lowest key; equal keys go in order of arrival. Asked once, when the request is queued."""
+
+    def __call__(self, arrival: Arrival, arrived_ns: int) -> int: ...
+
+
+class Seat(NamedTuple):
+    """A worker that could take the batch."""
+
+    worker: int
+    running: int  # requests on it
+    failures: int  # batches that failed on it in a row
+    last_used: int  # a counter: lower was used longer ago
+
+
+class Place(Protocol):
+    """Where? Returns the index of the chosen seat; `seats` is never empty."""
+
+    def __call__(self, seats: list[Seat], cost: Cost) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One answer to each of the four questions, and where the long lane begins."""
+
+    admit: Admit
+    order: Order
+    window: Window
+    place: Place
+    bypass_tokens: int = 1024
+    long_concurrency: int = 0  # 0: half of the workers, at least one
+    in_flight_fraction: float = 0.7
+    poison_after: int = 2

@@ -1,0 +1,431 @@
+"""The core: one method and one number. `step(event, now_ns)` returns what is owed, `wakeup_ns` says when to come back.
+
+Only the core changes scheduling state. It has no socket, no clock, no lock and no task; it never sees a payload. The
+live router, the embedded scheduler, the simulator and the tests are short loops over it:
+
+    actions = core.step(event, now_ns)      # or Tick() when wakeup_ns has come
+    for action in actions: perform(action)  # after step has returned, never from inside
+
+Laws, checked by `audit`: a request that was submitted gets exactly one Refuse or End; until then it is in exactly one
+place, a lane or a batch; a report that is not about something current changes nothing but a counter; a batch is closed
+only when a worker is free to run it (late binding). The policies decide what to do next; the core keeps the books.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from headway.policies.views import Arrival, Policies, Refusal
+from headway.scheduler import actions as act
+from headway.scheduler import events as ev
+from headway.scheduler.audit import audit
+from headway.scheduler.book import NEVER_NS, Book, Request
+from headway.scheduler.fleet import Batch, Worker
+from headway.scheduler.queue import Lane
+from headway.scheduler.service import Service
+
+
+class Core:
+    """Scheduling state and its only writer. `lost_after_ns`: silence after which a worker counts as lost;
+    `stuck_after_ns`: a busy worker whose progress stands still for this long is given up."""
+
+    def __init__(
+        self, policies: Policies, *, lost_after_ns: int = 5_000_000_000, stuck_after_ns: int = 300_000_000_000
+    ) -> None:
+        self.policies = policies
+        self.services: dict[tuple[str, str], Service] = {}
+        self.book = Book()
+        self.counters: Counter[str] = Counter()
+        self.draining_until_ns: int | None = None
+        self._lost_after_ns = lost_after_ns
+        self._stuck_after_ns = stuck_after_ns
+        self._worker_of: dict[int, tuple[Service, Worker]] = {}
+        self._seq = 0
+        self._batches = 0
+        self._drained = False
+        self._out: list[act.Action] = []
+        self._handlers: dict[type, Callable[[Any, int], None]] = {
+            ev.Submit: self._submit,
+            ev.Cancel: self._cancel,
+            ev.ClientGone: self._client_gone,
+            ev.Satisfied: self._satisfied,
+            ev.WorkerReady: self._worker_ready,
+            ev.Beat: self._beat,
+            ev.BatchDone: self._batch_done,
+            ev.BatchFailed: self._batch_failed,
+            ev.StepDone: self._step_done,
+            ev.WorkerLost: self._worker_lost,
+            ev.ServiceDown: self._service_down,
+            ev.Drain: self._drain,
+            ev.Tick: self._tick,
+            ev.Together: self._together,
+        }
+
+    def __repr__(self) -> str:
+        running = len(self.book.running)
+        return f"<Core {len(self.book) - running} waiting, {running} running, {len(self._worker_of)} workers>"
+
+    # ------------------------------------------------------------ the one method and the one number
+
+    def step(self, event: ev.Event, now_ns: int) -> list[act.Action]:
+        """Take in what happened, decide, and return what is to be done. Raises TypeError for an unknown event."""
+        handler = self._handlers.get(type(event))
+        if handler is None:
+            raise TypeError(f"not an event: {event!r}")
+        self._out = out = list[act.Action]()
+        handler(event, now_ns)
+        self._expire(now_ns)
+        self._decide(now_ns)
+        if self.draining_until_ns is not None:
+            self._finish_drain(now_ns)
+        return out
+
+    @property
+    def wakeup_ns(self) -> int:
+        """When `step(Tick(), ...)` is due if nothing happens before; NEVER_NS if nothing is pending."""
+        at = self.book.deadline_ns
+        for service in self.services.values():
+            at = min(at, service.wakeup_ns)
+        for _, worker in self._worker_of.values():
+            at = min(at, worker.seen_ns + self._lost_after_ns)
+            if worker.running:
+                at = min(at, worker.progress_ns + self._stuck_after_ns)
+        if self.draining_until_ns is not None and not self._drained:
+            at = min(at, self.draining_until_ns)
+        return at
+
+    # ------------------------------------------------------------ clients
+
+    def _submit(self, event: ev.Submit, now_ns: int) -> None:
+        self.counters["received"] += 1
+        service = self._service(event.model, event.kind, now_ns)
+        arrival = Arrival(event.tokens, event.max_new, event.priority, event.deadline_ns, event.tenant)
+        refusal = self._refusal(service, arrival, now_ns)
+        if refusal is not None:
+            self.counters[f"refused.{refusal.code}"] += 1
+            self._out.append(act.Refuse(event.rid, refusal.code, refusal.message, refusal.retry_after_ms))
+            return
+        self._seq += 1
+        request = Request(
+            rid=event.rid,
+            client=event.client,
+            service=service,
+            long=event.tokens > self.policies.bypass_tokens,
+            tokens=event.tokens,
+            max_new=event.max_new,
+            deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
+            arrived_ns=now_ns,
+            key=self.policies.order(arrival, now_ns),
+            seq=self._seq,
+        )
+        self.book.enter(request)
+        service.lane(request).arrive(request, now_ns)
+
+    def _refusal(self, service: Service, arrival: Arrival, now_ns: int) -> Refusal | None:
+        if self.draining_until_ns is not None:
+            return Refusal("shutting_down", "the server is draining and takes no new work", 1000)
+        if service.down or now_ns >= service.abandoned_ns:
+            why = service.down or "its workers are gone"
+            return Refusal("no_worker", f"no worker serves {service.kind} for model {service.model!r}: {why}", 1000)
+        return self.policies.admit(arrival, service.door, now_ns)
+
+    def _cancel(self, event: ev.Cancel, now_ns: int) -> None:
+        del now_ns
+        request = self.book.live.get(event.rid)
+        if request is None:
+            self.counters["late_cancels"] += 1
+        else:
+            self._leave(request, "cancel", event.code, event.message)
+
+    def _client_gone(self, event: ev.ClientGone, now_ns: int) -> None:
+        del now_ns
+        for rid in list(self.book.clients.get(event.client, ())):
+            self._leave(self.book.live[rid], "cancel", "cancelled", "the client went away")
+
+    def _satisfied(self, event: ev.Satisfied, now_ns: int) -> None:
+        del now_ns
+        request = self.book.live.get(event.rid)
+        if request is not None and request.batch:
+            self._drop_on_worker(request)
+            self._end(request, "finish", finish="stop")
+
+    # ------------------------------------------------------------ workers
+
+    def _worker_ready(self, event: ev.WorkerReady, now_ns: int) -> None:
+        service = self._service(event.model, event.kind, now_ns)
+        cap = event.max_num_seqs
+        if event.iteration:
+            cap = max(1, int(self.policies.in_flight_fraction * cap))
+        worker = Worker(
+            worker=event.worker,
+            name=event.name,
+            iteration=event.iteration,
+            max_batch=event.max_batch,
+            cap=cap,
+            seen_ns=now_ns,
+            progress_ns=now_ns,
+        )
+        self.counters["workers_joined"] += 1
+        service.join(worker, event.prior_ns)
+        self._worker_of[event.worker] = (service, worker)
+
+    def _seen(self, worker_id: int, now_ns: int) -> tuple[Service, Worker] | None:
+        """The worker of a report, marked as alive; None (and counted) if it is not one of ours any more."""
+        found = self._worker_of.get(worker_id)
+        if found is None:
+            self.counters["late_reports"] += 1
+            return None
+        found[1].seen_ns = now_ns
+        return found
+
+    def _beat(self, event: ev.Beat, now_ns: int) -> None:
+        found = self._seen(event.worker, now_ns)
+        if found and event.progress != found[1].progress:
+            found[1].progress = event.progress
+            found[1].progress_ns = now_ns
+
+    def _batch_done(self, event: ev.BatchDone, now_ns: int) -> None:
+        current = self._current_batch(event.worker, event.batch, now_ns)
+        if current is None:
+            return
+        service, worker, batch = current
+        worker.failures = 0
+        service.cost.observe(len(batch.rids), event.tokens, event.compute_ns)
+        bad = {rid: (code, message) for rid, code, message in event.failed}
+        for rid in service.fleet.clear(worker, batch):
+            request = self.book.current(rid, batch.batch)
+            if request is not None:
+                code, message = bad.get(rid, ("", ""))
+                self._end(request, "fail" if code else "finish", code, message)
+
+    def _batch_failed(self, event: ev.BatchFailed, now_ns: int) -> None:
+        current = self._current_batch(event.worker, event.batch, now_ns)
+        if current is None:
+            return
+        service, worker, batch = current
+        worker.failures += 1
+        self.counters["batches_failed"] += 1
+        rids = [rid for rid in event.rids if rid in batch.rids] if event.rids else list(batch.rids)
+        for rid in rids:
+            service.fleet.vacate(worker, batch, rid)
+            request = self.book.current(rid, batch.batch)
+            if request is None:
+                continue
+            if len(rids) == 1:
+                self._end(request, "fail", event.code, event.message)
+            else:  # the culprit is unknown: each runs once more, alone
+                self._requeue(request)
+
+    def _step_done(self, event: ev.StepDone, now_ns: int) -> None:
+        found = self._seen(event.worker, now_ns)
+        if found is None:
+            return
+        service, worker = found
+        worker.failures = 0
+        worker.progress_ns = now_ns
+        service.cost.observe(event.running, event.tokens, event.compute_ns)
+        current: list[tuple[Request, ev.RowDone]] = []
+        for row in event.rows:
+            batch = worker.batches.get(row.batch)
+            if batch is None or row.rid not in batch.rids:
+                self.counters["late_rows"] += 1
+                continue
+            if row.new and batch.long:
+                service.fleet.prefilled(batch)
+            if row.finish:
+                service.fleet.vacate(worker, batch, row.rid)
+            request = self.book.current(row.rid, row.batch)
+            if request is not None:
+                current.append((request, row))
+        self._out.append(act.Forward(tuple([(row.batch, row.rid) for _, row in current if row.new])))
+        for request, row in current:
+            self._row(request, row, worker)
+
+    def _row(self, request: Request, row: ev.RowDone, worker: Worker) -> None:
+        request.produced += row.new
+        if row.new and request.suspect:  # it has shown itself harmless
+            request.suspect = False
+            request.strikes = 0
+            if worker.trial == request.rid:
+                worker.trial = 0
+        if row.finish in ("stop", "length"):
+            self._end(request, "finish", finish=row.finish)
+        elif row.finish:
+            self._end(request, "fail", row.code or "internal", row.message or f"the engine ended it: {row.finish}")
+
+    def _worker_lost(self, event: ev.WorkerLost, now_ns: int) -> None:
+        found = self._worker_of.pop(event.worker, None)
+        if found is None:
+            self.counters["late_reports"] += 1
+            return
+        service, worker = found
+        worker.moved("lose")
+        self.counters["workers_lost"] += 1
+        trial = worker.trial
+        for batch in list(worker.batches.values()):
+            for rid in service.fleet.clear(worker, batch):
+                request = self.book.current(rid, batch.batch)
+                if request is not None:
+                    self._survive(request, blamed=not trial or trial == rid, why=event.reason)
+        service.part(worker, now_ns)
+
+    def _survive(self, request: Request, *, blamed: bool, why: str) -> None:
+        """Its worker is lost: run it again elsewhere, on trial if it may be the cause, or not at all if it must be."""
+        request.strikes += blamed
+        if request.strikes >= self.policies.poison_after:
+            text = f"{request.strikes} workers were lost while running this request (last: {why})"
+            self._end(request, "fail", "poison_request", text)
+        else:
+            self._requeue(request, suspect=blamed)
+
+    def _service_down(self, event: ev.ServiceDown, now_ns: int) -> None:
+        service = self._service(event.model, event.kind, now_ns)
+        service.down = event.reason
+        self._abandon(service)
+
+    # ------------------------------------------------------------ time
+
+    def _tick(self, event: ev.Tick, now_ns: int) -> None:
+        """Whatever is due is found by the checks that follow every event."""
+
+    def _together(self, event: ev.Together, now_ns: int) -> None:
+        for one in event.events:
+            self._handlers[type(one)](one, now_ns)
+
+    def _drain(self, event: ev.Drain, now_ns: int) -> None:
+        del now_ns
+        self.draining_until_ns = event.deadline_ns
+
+    def _expire(self, now_ns: int) -> None:
+        """End what is over: deadlines, waiting and running; workers that fell silent; services without workers."""
+        while request := self.book.overdue(now_ns):
+            self._leave(request, "expire", "deadline_exceeded", "deadline_ms passed while the request was running")
+        for service in self.services.values():
+            for lane in service.lanes:
+                for late in lane.expired(now_ns):
+                    self._end(late, "expire", "deadline_exceeded", "deadline_ms passed while the request waited")
+            if service.waiting and now_ns >= service.abandoned_ns:
+                self._abandon(service)
+        for _, worker in list(self._worker_of.values()):
+            if now_ns >= worker.seen_ns + self._lost_after_ns:
+                self._give_up(worker, f"silent for {self._lost_after_ns // 1_000_000} ms", now_ns)
+            elif worker.running and now_ns >= worker.progress_ns + self._stuck_after_ns:
+                self._give_up(worker, f"no progress for {self._stuck_after_ns // 1_000_000} ms", now_ns)
+
+    def _give_up(self, worker: Worker, reason: str, now_ns: int) -> None:
+        self._out.append(act.Restart(worker.worker, reason))
+        self._worker_lost(ev.WorkerLost(worker.worker, reason), now_ns)
+
+    def _abandon(self, service: Service) -> None:
+        why = service.down or "no worker has come"
+        for lane in service.lanes:
+            for request in list(lane.waiting.values()):
+                text = f"no worker serves {service.kind} for model {service.model!r}: {why}"
+                self._leave(request, "give_up", "no_worker", text, 1000)
+
+    def _finish_drain(self, now_ns: int) -> None:
+        assert self.draining_until_ns is not None
+        if now_ns >= self.draining_until_ns:
+            for request in list(self.book.live.values()):
+                self._leave(request, "give_up", "shutting_down", "the server stopped before the request was done", 1000)
+        if not self.book and not self._drained:
+            self._drained = True
+            self._out.append(act.Drained())
+
+    # ------------------------------------------------------------ deciding
+
+    def _decide(self, now_ns: int) -> None:
+        """While a worker is free and a lane may launch: close a batch and dispatch it."""
+        for service in self.services.values():
+            if not service.waiting:
+                continue
+            service.short.decision = None
+            while (free := service.fleet.free) and (choice := service.choose(free, self.policies, now_ns)):
+                lane, reason = choice
+                seats = service.fleet.seats(free)
+                self._dispatch(service, free[self.policies.place(seats, service.cost.cost)], lane, reason, now_ns)
+
+    def _dispatch(self, service: Service, worker: Worker, lane: Lane, reason: str, now_ns: int) -> None:
+        oldest_ns = lane.oldest_arrival_ns()
+        taken = lane.take(service.batch_size(lane, worker))
+        self._batches += 1
+        rids = tuple([request.rid for request in taken])
+        for request in taken:
+            self.book.run(request, self._batches)
+        if taken[0].suspect:
+            reason = "on_trial"
+        if not worker.running:
+            worker.progress_ns = now_ns
+        tokens = sum([request.tokens for request in taken])
+        batch = Batch(self._batches, worker.worker, dict.fromkeys(rids), now_ns, tokens, len(taken) * taken[0].long)
+        service.fleet.start(worker, batch, taken[0].rid if taken[0].suspect else 0)
+        self.counters["batches"] += 1
+        self.counters[f"launched.{reason}"] += 1
+        self._out.append(
+            act.Dispatch(
+                worker.worker,
+                self._batches,
+                rids,
+                service.model,
+                service.kind,
+                lane.name,
+                reason,
+                now_ns - oldest_ns,
+                worker.running,
+            )
+        )
+
+    # ------------------------------------------------------------ the books
+
+    def _service(self, model: str, kind: str, now_ns: int) -> Service:
+        service = self.services.get((model, kind))
+        if service is None:
+            service = self.services[(model, kind)] = Service(model, kind, now_ns)
+        return service
+
+    def _current_batch(self, worker_id: int, batch_id: int, now_ns: int) -> tuple[Service, Worker, Batch] | None:
+        found = self._seen(worker_id, now_ns)
+        batch = found[1].batches.get(batch_id) if found else None
+        if found is None or batch is None:
+            self.counters["late_reports"] += found is not None
+            return None
+        return found[0], found[1], batch
+
+    def _leave(self, request: Request, event: str, code: str, message: str, retry_after_ms: int | None = None) -> None:
+        """End a request wherever it is, for a reason that is not its engine's."""
+        if request.batch:
+            self._drop_on_worker(request)
+        else:
+            request.service.lane(request).leave(request)
+        self._end(request, event, code, message, retry_after_ms=retry_after_ms)
+
+    def _drop_on_worker(self, request: Request) -> None:
+        for worker in request.service.fleet.workers.values():
+            if request.batch in worker.batches:
+                self._out.append(act.Drop(worker.worker, request.batch, (request.rid,)))
+
+    def _requeue(self, request: Request, *, suspect: bool = True) -> None:
+        self._seq += 1
+        self.book.requeue(request, self._seq)
+        request.suspect = suspect or request.suspect
+        self.counters["requeued"] += 1
+        request.service.lane(request).restore(request)
+
+    def _end(
+        self,
+        request: Request,
+        event: str,
+        code: str = "",
+        message: str = "",
+        *,
+        finish: str = "",
+        retry_after_ms: int | None = None,
+    ) -> None:
+        """The one ending of a request that is in no lane any more."""
+        self.book.end(request, event)
+        self.counters[f"ended.{code or 'ok'}"] += 1
+        self._out.append(act.End(request.rid, request.batch, code, message, finish, retry_after_ms))
+
+    def audit(self) -> None:
+        """Check the books; AssertionError names what does not add up. For tests, and when idle."""
+        audit(self)

@@ -1,0 +1,121 @@
+"""One service: a model and kind, its two lanes, its fleet, and what its batches cost.
+
+Short and long inputs wait in lanes of their own. A long input goes alone and at once, under a concurrency bound of its
+own, so that it neither pads others nor takes every worker. Between lanes, whoever is due first goes first.
+"""
+
+from headway.policies.views import DoorView, LaneView, Launch, Policies, Wait
+from headway.scheduler.book import NEVER_NS, Request
+from headway.scheduler.fleet import Fleet, Worker
+from headway.scheduler.latency import CostModel
+from headway.scheduler.queue import Lane
+
+ORPHAN_NS = 10_000_000_000  # how long requests wait for a first or a new worker before they are told
+
+
+class Service:
+    """What the core keeps for one (model, kind). `abandoned_ns`: when whoever still waits for a worker is told."""
+
+    __slots__ = ("abandoned_ns", "cost", "down", "fleet", "kind", "lanes", "long", "model", "short")
+
+    def __init__(self, model: str, kind: str, now_ns: int) -> None:
+        self.model = model
+        self.kind = kind
+        self.short = Lane("short")
+        self.long = Lane("long")
+        self.lanes = (self.short, self.long)
+        self.fleet = Fleet()
+        self.cost = CostModel()
+        self.abandoned_ns = now_ns + ORPHAN_NS
+        self.down = ""
+
+    def __repr__(self) -> str:
+        return f"<Service {self.model}/{self.kind} {self.waiting} waiting, {len(self.fleet.workers)} workers>"
+
+    @property
+    def waiting(self) -> int:
+        """Requests in both lanes."""
+        return len(self.short.waiting) + len(self.long.waiting)
+
+    @property
+    def door(self) -> DoorView:
+        """What the admit policy sees."""
+        fleet = self.fleet
+        return DoorView(
+            self.waiting, self.short.tokens + self.long.tokens, len(fleet.workers), fleet.max_batch, self.cost.cost
+        )
+
+    def lane(self, request: Request) -> Lane:
+        """Where the request waits."""
+        return self.long if request.long else self.short
+
+    def join(self, worker: Worker, prior_ns: tuple[float, ...]) -> None:
+        """A worker is here."""
+        if not self.cost.seen and prior_ns:
+            self.cost = CostModel(prior_ns)
+        self.fleet.workers[worker.worker] = worker
+        self.abandoned_ns = NEVER_NS
+        self.down = ""
+
+    def part(self, worker: Worker, now_ns: int) -> None:
+        """A worker is gone."""
+        del self.fleet.workers[worker.worker]
+        if not self.fleet.workers:
+            self.abandoned_ns = now_ns + ORPHAN_NS
+
+    @property
+    def wakeup_ns(self) -> int:
+        """When a window closes, a deadline comes, or waiting for a worker is over."""
+        if not self.waiting:
+            return NEVER_NS
+        at = self.abandoned_ns
+        for lane in self.lanes:
+            at = min(at, lane.deadline_ns())
+            if type(lane.decision) is Wait:
+                at = min(at, lane.decision.until_ns)
+        return at
+
+    def batch_size(self, lane: Lane, worker: Worker) -> int:
+        """How many the worker takes from this lane in one batch."""
+        return 1 if lane is self.long else worker.room
+
+    def long_bound(self, policies: Policies) -> int:
+        """How many long inputs may run at once."""
+        return policies.long_concurrency or max(1, len(self.fleet.workers) // 2)
+
+    def choose(self, free: list[Worker], policies: Policies, now_ns: int) -> tuple[Lane, str] | None:
+        """The lane to launch from and why, or None if all wait. Lanes are asked in the order of who is due first."""
+        heads = [(first.key, index, lane) for index, lane in enumerate(self.lanes) if (first := lane.first())]
+        for _, _, lane in sorted(heads):
+            if lane is self.long:
+                if self.fleet.long_running < self.long_bound(policies):
+                    return lane, "long_alone"
+                continue
+            lane.decision = decision = self._ask(lane, free, policies, now_ns)
+            if type(decision) is Launch:
+                return lane, decision.reason
+        return None
+
+    def _ask(self, lane: Lane, free: list[Worker], policies: Policies, now_ns: int) -> Launch | Wait:
+        """What the window says, held to the tightest deadline whatever it says."""
+        deadline_ns = lane.deadline_ns()
+        idle = sum(1 for worker in free if not worker.running)
+        view = LaneView(
+            waiting=len(lane.waiting),
+            oldest_arrival_ns=lane.oldest_arrival_ns(),
+            last_arrival_ns=lane.last_arrival_ns,
+            tightest_deadline_ns=None if deadline_ns == NEVER_NS else deadline_ns,
+            max_batch=max(worker.room for worker in free),
+            other_idle=idle > 1,
+            engine_running=not idle,
+            cost=self.cost.cost,
+            intervals=lane.intervals,
+        )
+        decision = policies.window(view, now_ns)
+        if type(decision) is Wait and deadline_ns < NEVER_NS:
+            latest = deadline_ns - int(1.5 * self.cost.cost.batch_ns(view.waiting, lane.tokens)) - 1_000_000
+            if latest <= now_ns:
+                return Launch("deadline_near")
+            if latest < decision.until_ns:
+                return Wait(latest, decision.reason)
+        return decision
