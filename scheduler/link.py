@@ -19,6 +19,7 @@ LINK = 1
 LINK_BYTES_MAX = 256 << 20  # a batch of long inputs, or a tokenizer in a registration
 
 assert array("I").itemsize == 4
+NOTHING = Raw(b"\xc0")  # nil; a field of type `Raw | None` would decode nothing else
 _SWAP = sys.byteorder == "big"
 
 
@@ -108,7 +109,7 @@ class Item(Struct, frozen=True, array_like=True):
     ids_pair: bytes = b""
     done: bytes = b""
     params: Params | None = None
-    payload: Raw | None = None
+    payload: Raw = NOTHING
 
 
 # ---------------------------------------------------------------- scheduler -> worker
@@ -171,7 +172,7 @@ class Outcome(Struct, frozen=True, array_like=True):
     """One request's result of a one-shot batch: a value, an embedding (packed float32), scores, or an error."""
 
     rid: int
-    value: Raw | None = None
+    value: Raw = NOTHING
     embedding: bytes | None = None
     scores: dict[str, float] | None = None
     code: str = ""  # empty: it went well

@@ -1,0 +1,197 @@
+"""The door: what a client's message asks for, and everything that is checked or computed before the core decides.
+
+Text up to INLINE_CHARS is tokenised at once, since that costs less than a change of thread; longer text in a thread of
+its own (the tokenizer library releases the interpreter lock), so that the loop never waits for it.
+"""
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
+
+from headway.scheduler import wire
+from headway.scheduler.errors import HeadwayError
+from headway.scheduler.flight import Flight
+from headway.scheduler.front import Reply
+from headway.scheduler.report import info, status
+from headway.scheduler.routes import Route, accept, check_text, fit_output
+from headway.scheduler.text import Codec
+
+if TYPE_CHECKING:
+    from headway.scheduler.runtime import Runtime
+
+log = logging.getLogger("headway.scheduler")
+
+INLINE_CHARS = 512  # about 0.1 ms of tokenising
+THREADS = 2
+BYTES_PER_TOKEN = 4  # a guess for payloads whose size in tokens the caller does not state
+
+Encoded = tuple[list[int], list[int]]
+Work = Callable[[], Encoded]
+
+
+class Door:
+    """Takes requests in for one runtime."""
+
+    def __init__(self, runtime: "Runtime") -> None:
+        self._runtime = runtime
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="headway-tokenise")
+        self._encoded: SimpleQueue[tuple[Flight, Route, Encoded | HeadwayError]] = SimpleQueue()
+
+    def close(self) -> None:
+        """End the threads; what they still compute is not needed."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    # ------------------------------------------------------------ messages
+
+    def answer(self, client: int, message: wire.ClientMessage, reply: Reply) -> None:
+        """Do what a client's message asks for."""
+        kind = type(message)
+        if kind is wire.Cancel:
+            found = self._runtime.cancel(client, message.id or "")
+            reply(wire.CancelAck(id=message.id, found=found))
+        elif kind is wire.Ping:
+            reply(wire.Pong(id=message.id))
+        elif kind is wire.Info:
+            reply(info(self._runtime, message.id))
+        elif isinstance(message, wire.Status):
+            reply(status(self._runtime, message.id, message.batches))
+        else:
+            assert isinstance(message, (wire.Generate, wire.Embed, wire.Classify, wire.Score, wire.Call))
+            self._runtime.submit(client, message, reply)
+
+    def enter(self, flight: Flight) -> None:
+        """Look at a request; sooner or later it is `entered` or `refused`."""
+        message = flight.message
+        try:
+            if message.deadline_ms is not None and message.deadline_ms <= 0:
+                raise HeadwayError("deadline_exceeded", f"deadline_ms is {message.deadline_ms}", field="deadline_ms")
+            flight.kind = _KINDS[type(message)]
+            route = self._runtime.routes.find(message.model, flight.kind)
+            flight.model = route.card.name
+            _ENTER[type(message)](self, flight, message, route)
+        except HeadwayError as error:
+            self._runtime.refused(flight, error)
+
+    # ------------------------------------------------------------ one kind of request each
+
+    def _call(self, flight: Flight, message: wire.Call, route: Route) -> None:
+        flight.payload = message.payload
+        size = memoryview(message.payload).nbytes
+        flight.tokens = message.tokens if message.tokens is not None else max(1, size // BYTES_PER_TOKEN)
+        limit = route.card.max_input_tokens
+        if limit and flight.tokens > limit:
+            text = f"the payload counts {flight.tokens} tokens; the limit of {flight.model!r} is {limit}"
+            raise HeadwayError("too_long", text, field="payload" if message.tokens is None else "tokens")
+        self._runtime.entered(flight)
+
+    def _generate(self, flight: Flight, message: wire.Generate, route: Route) -> None:
+        if message.input_ids is not None:
+            self._take(flight, route, (message.input_ids, []))
+        elif message.prompt is not None:
+            self._text(flight, route, message.prompt, "prompt")
+        else:
+            assert message.messages is not None
+            messages = [{"role": turn.role, "content": turn.content} for turn in message.messages]
+            codec = _codec(route, "messages")
+            for index, turn in enumerate(messages):
+                check_text(turn["content"], f"messages[{index}].content", route.card)
+            size = sum(len(turn["content"]) for turn in messages)
+            self._encode(flight, route, lambda: (codec.encode_chat(messages), []), size)
+
+    def _one_text(self, flight: Flight, message: wire.Embed | wire.Classify, route: Route) -> None:
+        if message.input_ids is not None:
+            self._take(flight, route, (message.input_ids, []))
+        else:
+            assert message.text is not None
+            self._text(flight, route, message.text, "text")
+
+    def _pair(self, flight: Flight, message: wire.Score, route: Route) -> None:
+        codec = _codec(route, "text")
+        check_text(message.text, "text", route.card)
+        check_text(message.text_pair, "text_pair", route.card)
+        size = len(message.text) + len(message.text_pair)
+        self._encode(
+            flight, route, lambda: (codec.encode(message.text), codec.encode(message.text_pair, special=False)), size
+        )
+
+    def _text(self, flight: Flight, route: Route, text: str, field: str) -> None:
+        codec = _codec(route, field)
+        check_text(text, field, route.card)
+        self._encode(flight, route, lambda: (codec.encode(text), []), len(text))
+
+    # ------------------------------------------------------------ tokens
+
+    def _encode(self, flight: Flight, route: Route, work: Work, chars: int) -> None:
+        if chars <= INLINE_CHARS:
+            self._take(flight, route, work())
+        else:
+            self._threads.submit(self._in_thread, flight, route, work)
+
+    def _in_thread(self, flight: Flight, route: Route, work: Work) -> None:
+        try:
+            result: Encoded | HeadwayError = work()
+        except HeadwayError as error:
+            result = error
+        except Exception as error:
+            log.exception("a text could not be tokenised")
+            result = HeadwayError("internal", f"the text could not be tokenised: {type(error).__name__}: {error}")
+        self._encoded.put((flight, route, result))
+        self._runtime.waker.set_from_thread()
+
+    def collect(self) -> None:
+        """Take in what the threads have tokenised."""
+        while True:
+            try:
+                flight, route, result = self._encoded.get_nowait()
+            except Empty:
+                return
+            try:
+                if isinstance(result, HeadwayError):
+                    raise result
+                self._take(flight, route, result)
+            except HeadwayError as error:
+                self._runtime.refused(flight, error)
+
+    def _take(self, flight: Flight, route: Route, encoded: Encoded) -> None:
+        """The input is token ids now: does it fit, and how much may come out?"""
+        message = flight.message
+        accept(flight, encoded[0], _field(message), route)
+        if isinstance(message, wire.Generate):
+            most = fit_output(message.params, flight.tokens, route.card)
+            params = message.params
+            flight.speak(route.codec, params if most == params.max_new_tokens else replace(params, max_new_tokens=most))
+        self._runtime.entered(flight)
+
+
+def _field(message: wire.Request) -> str:
+    for name in ("input_ids", "prompt", "messages", "text"):
+        if getattr(message, name, None) is not None:
+            return name
+    return "payload"
+
+
+def _codec(route: Route, field: str) -> Codec:
+    if route.codec is None:
+        text = f"model {route.card.name!r} has no tokenizer here: send input_ids instead of {field}"
+        raise HeadwayError("invalid_request", text, field=field)
+    return route.codec
+
+
+_KINDS: dict[type, str] = {
+    wire.Generate: "generate",
+    wire.Embed: "embed",
+    wire.Classify: "classify",
+    wire.Score: "score",
+    wire.Call: "call",
+}
+_ENTER: dict[type, Callable[[Door, Flight, Any, Route], None]] = {
+    wire.Generate: Door._generate,
+    wire.Embed: Door._one_text,
+    wire.Classify: Door._one_text,
+    wire.Score: Door._pair,
+    wire.Call: Door._call,
+}

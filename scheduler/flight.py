@@ -1,0 +1,148 @@
+"""One request's payload side, from the door to its ending: what the core never sees.
+
+A flight is made when a request is taken from a front and dropped when its one ending has been replied. It turns token
+ids into text and deltas, holds back what may still become a stop string, and remembers the tokens made so far, so that
+another worker can continue after them.
+"""
+
+from headway.scheduler import clock, link, wire
+from headway.scheduler.errors import HeadwayError
+from headway.scheduler.front import Reply
+from headway.scheduler.text import Codec, StopMatcher, TextStream
+
+NO_ROUND = 3  # decimals of a millisecond in timings
+
+
+class Flight:
+    """The payload of one request. `reply` takes its messages; after `finish` or `fail` nothing more is sent."""
+
+    def __init__(self, rid: int, client: int, message: wire.Request, reply: Reply, now_ns: int) -> None:
+        self.rid = rid
+        self.client = client
+        self.message = message
+        self.reply = reply
+        self.arrived_ns = now_ns
+        self.model = ""
+        self.kind = ""
+        self.ids = b""
+        self.ids_pair = b""
+        self.tokens = 0
+        self.params: wire.Params | None = None
+        self.payload = link.NOTHING
+        self.dispatched_ns = 0
+        self.first_token_ns = 0
+        self.batch_size = 0
+        self.out: list[int] = []
+        self.stopped = False
+        self.entered = False  # the core has it
+        self._text: TextStream | None = None
+        self._stops = StopMatcher([])
+        self._parts: list[str] = []
+        self._unsent: list[int] = []
+        self._seq = 0
+
+    def __repr__(self) -> str:
+        return f"<Flight {self.rid} {self.kind} {self.message.id!r} {len(self.out)} tokens out>"
+
+    def item(self) -> link.Item:
+        """What a worker needs of it, the tokens already made included."""
+        done = link.pack_ids(self.out) if self.out else b""
+        return link.Item(self.rid, self.ids, self.ids_pair, done, self.params, self.payload)
+
+    def speak(self, codec: Codec | None, params: wire.Params) -> None:
+        """It generates, and `codec` (if there is one) turns its tokens into text."""
+        self.params = params
+        self._text = TextStream(codec) if codec is not None else None
+        self._stops = StopMatcher(params.stop)
+
+    def started(self, now_ns: int, batch_size: int) -> None:
+        """It was dispatched; only the first time counts as waiting."""
+        if not self.dispatched_ns:
+            self.dispatched_ns = now_ns
+        self.batch_size = batch_size
+
+    # ------------------------------------------------------------ tokens
+
+    def push(self, tokens: list[int], now_ns: int) -> bool:
+        """New tokens from the engine. Whether the answer is complete now, by a stop string."""
+        if self.stopped:
+            return False
+        if not self.first_token_ns:
+            self.first_token_ns = now_ns
+        if self._text is None:
+            self.out += tokens
+            self._unsent += tokens
+            self._emit("")
+            return False
+        for token in tokens:  # one by one, so that the answer ends at the token that completed the stop string
+            self.out.append(token)
+            self._unsent.append(token)
+            text, self.stopped = self._stops.push(self._text.push([token]))
+            self._emit(text)
+            if self.stopped:
+                return True
+        return False
+
+    def _emit(self, text: str, *, last: bool = False) -> None:
+        """Keep the text; stream it, with the tokens since the last delta, if it is a stream."""
+        self._parts.append(text)
+        if not getattr(self.message, "stream", False):
+            return
+        if text or (self._text is None and self._unsent) or (last and self._unsent):
+            self.reply(wire.Delta(id=self.message.id, seq=self._seq, token_ids=self._unsent, text=text))
+            self._seq += 1
+            self._unsent = []
+
+    def _flush(self) -> str:
+        """The whole text, everything held back included."""
+        if self._text is not None and not self.stopped:
+            text, hit = self._stops.push(self._text.finish())
+            self.stopped = hit
+            self._emit(text if hit else text + self._stops.finish(), last=True)
+        else:
+            self._emit("", last=True)
+        return "".join(self._parts)
+
+    # ------------------------------------------------------------ the one ending
+
+    def timing(self, now_ns: int) -> wire.Timing:
+        """Milliseconds, as the server saw them."""
+        first = self.first_token_ns
+        return wire.Timing(
+            queue_ms=_ms((self.dispatched_ns or now_ns) - self.arrived_ns),
+            total_ms=_ms(now_ns - self.arrived_ns),
+            ttft_ms=_ms(first - self.arrived_ns) if first else None,
+            batch_size=self.batch_size or 1,
+        )
+
+    def finish(self, finish: str, outcome: link.Outcome | None, now_ns: int) -> None:
+        """The good ending."""
+        text = finish_reason = token_ids = None
+        if self.kind == "generate":
+            text = self._flush()
+            finish_reason = "stop" if self.stopped else finish
+            token_ids = self.out
+        self.reply(
+            wire.Result(
+                id=self.message.id,
+                text=text,
+                token_ids=token_ids,
+                finish_reason=finish_reason,
+                embedding=link.unpack_floats(outcome.embedding) if outcome and outcome.embedding is not None else None,
+                scores=outcome.scores if outcome else None,
+                value=outcome.value if outcome and self.kind == "call" else None,
+                usage=wire.Usage(self.tokens, len(self.out)),
+                timing=self.timing(now_ns),
+                model=self.model,
+            )
+        )
+
+    def fail(self, error: HeadwayError) -> None:
+        """The bad ending; what had been made so far goes with it."""
+        if self.out and error.partial is None:
+            error.partial = {"text": self._flush(), "token_ids": self.out}
+        self.reply(wire.error_message(self.message.id, error))
+
+
+def _ms(ns: int) -> float:
+    return round(ns / clock.NS_PER_MS, NO_ROUND)

@@ -1,0 +1,114 @@
+"""What a scheduler says of itself: the `info` and `status` answers."""
+
+from typing import TYPE_CHECKING, Any
+
+from headway import __version__
+from headway.policies.views import Wait
+from headway.policies.windows.p95 import MULTIPLIER
+from headway.scheduler import clock, wire
+from headway.scheduler.queue import Lane
+from headway.scheduler.routes import Route
+from headway.scheduler.service import Service
+
+if TYPE_CHECKING:
+    from headway.scheduler.runtime import Runtime
+
+
+def state(runtime: "Runtime") -> str:
+    """serving, draining, or failed (no model can be served)."""
+    if runtime.core.draining_until_ns is not None:
+        return "draining"
+    return "failed" if runtime.failed else "serving"
+
+
+def concurrency(runtime: "Runtime", route: Route) -> int:
+    """How many requests clients should keep in flight: in_flight_fraction x max_num_seqs, over the workers."""
+    fraction = runtime.spec.policy.in_flight_fraction
+    return sum(max(1, int(fraction * card.max_num_seqs)) for card in route.workers.values())
+
+
+def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
+    """What is served here."""
+    models = [
+        wire.ModelInfo(
+            name=name,
+            kind=kind,
+            workers=len(route.workers),
+            concurrency=concurrency(runtime, route),
+            max_batch=route.card.max_batch,
+            max_input_tokens=route.card.max_input_tokens,
+            context_tokens=route.card.context_tokens,
+            bypass_tokens=runtime.spec.policy.bypass_tokens,
+            tokenizer=route.codec is not None,
+            facts=route.card.facts,
+        )
+        for (name, kind), route in runtime.routes.routes.items()
+    ]
+    return wire.InfoReply(
+        id=request_id,
+        protocol=wire.PROTOCOL,
+        server=f"headway {__version__}",
+        models=models,
+        limits=wire.LIMITS,
+        state=state(runtime),
+    )
+
+
+def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.StatusReply:
+    """How it is going."""
+    now_ns = clock.now_ns()
+    counters = dict(runtime.core.counters)
+    for name, count in [*runtime.counters.items(), *(runtime.front.counters.items() if runtime.front else ())]:
+        counters[name] = counters.get(name, 0) + count
+    counters["bad_link_messages"] = runtime.hub.bad_messages
+    return wire.StatusReply(
+        id=request_id,
+        state=state(runtime),
+        uptime_s=round((now_ns - runtime.started_ns) / clock.NS_PER_S, 3),
+        counters=counters,
+        lanes=[_lane(s, lane, now_ns) for s in runtime.core.services.values() for lane in s.lanes],
+        workers=[row for s in runtime.core.services.values() for row in _workers(runtime, s)],
+        batches=runtime.records.last(batches),
+    )
+
+
+def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
+    """One lane: who waits, the raw rule, what the window said last, and the learned cost."""
+    cost = service.cost.cost
+    row: dict[str, Any] = {
+        "model": service.model,
+        "kind": service.kind,
+        "lane": lane.name,
+        "waiting": len(lane),
+        "waiting_tokens": lane.tokens,
+        "intervals": len(lane.intervals),
+        "cost_fixed_ms": round(cost.a_ns / clock.NS_PER_MS, 4),
+        "cost_per_token_ms": round(cost.b_ns / clock.NS_PER_MS, 6),
+        "cost_per_request_ms": round(cost.m_ns / clock.NS_PER_MS, 6),
+        "cost_known": cost.known,
+    }
+    p95_ns = lane.intervals.p95_ns(None)
+    if p95_ns is not None:
+        row["interval_p95_ms"] = round(p95_ns / clock.NS_PER_MS, 3)
+        row["rule_ms"] = round(MULTIPLIER * p95_ns / clock.NS_PER_MS, 3)
+    if lane.waiting:
+        row["oldest_ms"] = round((now_ns - lane.oldest_arrival_ns()) / clock.NS_PER_MS, 3)
+    if type(lane.decision) is Wait:
+        row["waits_ms"] = round((lane.decision.until_ns - now_ns) / clock.NS_PER_MS, 3)
+    return row
+
+
+def _workers(runtime: "Runtime", service: Service) -> list[dict[str, Any]]:
+    return [
+        {
+            "worker": worker.name,
+            "pid": runtime.pids.get(worker.worker, (0, ""))[0],
+            "model": service.model,
+            "kind": service.kind,
+            "running": worker.running,
+            "cap": worker.cap,
+            "failures": worker.failures,
+            "progress": worker.progress,
+        }
+        for worker in service.fleet.workers.values()
+    ]

@@ -1,0 +1,130 @@
+"""Which model serves a request, and whether the request fits it: everything that is checked before the core sees it.
+
+Learned from the workers' registrations. Errors name the field and the limit.
+"""
+
+from msgspec import Struct
+
+from headway.scheduler import link, wire
+from headway.scheduler.errors import HeadwayError
+from headway.scheduler.flight import Flight
+from headway.scheduler.spec import ModelSpec
+from headway.scheduler.text import Codec
+
+LOADING_RETRY_MS = 1000
+DEFAULT_NEW_TOKENS = wire.Params().max_new_tokens
+
+
+class Route(Struct, eq=False):
+    """One served (model, kind): what its workers say of it, its tokenizer, how many of them are here."""
+
+    card: link.Card
+    codec: Codec | None
+    workers: dict[int, link.Card]
+
+
+class Routes:
+    """All that is served."""
+
+    def __init__(self, models: tuple[ModelSpec, ...]) -> None:
+        self._configured = models
+        self.routes: dict[tuple[str, str], Route] = {}
+        self.hopeless: dict[str, str] = {}  # model name -> why no worker will come
+
+    def join(self, worker: int, card: link.Card) -> None:
+        """A worker registered. The newest card counts."""
+        key = (card.name, card.kind)
+        route = self.routes.get(key)
+        if route is None:
+            codec = Codec(card.tokenizer) if card.tokenizer is not None else None
+            route = self.routes[key] = Route(card, codec, {})
+        elif route.card.tokenizer != card.tokenizer:
+            route.codec = Codec(card.tokenizer) if card.tokenizer is not None else None
+        route.card = card
+        route.workers[worker] = card
+        self.hopeless.pop(card.name, None)
+
+    def part(self, worker: int) -> None:
+        """A worker is gone; its route stays, so that requests can wait for the next one."""
+        for route in self.routes.values():
+            route.workers.pop(worker, None)
+
+    def find(self, model: str | None, kind: str) -> Route:
+        """Where a request goes. Raises HeadwayError: unknown_model, or no_worker while a model loads."""
+        if model is not None:
+            route = self.routes.get((model, kind))
+            if route is not None:
+                return route
+        else:
+            fitting = [route for (_, its_kind), route in self.routes.items() if its_kind == kind]
+            if len(fitting) == 1:
+                return fitting[0]
+            if fitting:
+                names = ", ".join(route.card.name for route in fitting)
+                raise HeadwayError("unknown_model", f"several models serve {kind}; name one of: {names}", field="model")
+        raise self._missing(model, kind)
+
+    def _missing(self, model: str | None, kind: str) -> HeadwayError:
+        served = {(spec.name, spec.kind) for spec in self._configured} | set(self.routes)
+        fits = [pair for pair in sorted(served) if pair[1] == kind and model in (None, pair[0])]
+        if fits and fits[0][0] not in self.hopeless:
+            text = f"model {fits[0][0]!r} is still loading"
+            return HeadwayError("no_worker", text, field="model", retry_after_ms=LOADING_RETRY_MS)
+        if fits:
+            name = fits[0][0]
+            return HeadwayError("no_worker", f"no worker serves {name!r}: {self.hopeless[name]}", field="model")
+        listed = ", ".join(f"{name} ({what})" for name, what in sorted(served)) or "nothing"
+        asked = f"model {model!r} does not serve {kind}" if model is not None else f"no model serves {kind}"
+        return HeadwayError("unknown_model", f"{asked} here; served: {listed}", field="model")
+
+
+# ---------------------------------------------------------------- does it fit
+
+
+def text_limit_bytes(card: link.Card) -> int:
+    """Longer text cannot fit the model, whatever it says, and is not tokenised."""
+    return wire.TEXT_BYTES_PER_TOKEN_MAX * card.max_input_tokens
+
+
+def check_text(text: str, field: str, card: link.Card) -> None:
+    """Refuse by length what need not be tokenised to be refused."""
+    limit = text_limit_bytes(card)
+    if 4 * len(text) > limit and (size := len(text.encode())) > limit:
+        raise HeadwayError(
+            "too_long",
+            f"{field} has {size} bytes; the limit is {limit} "
+            f"({wire.TEXT_BYTES_PER_TOKEN_MAX} for each of the model's {card.max_input_tokens} input tokens)",
+            field=field,
+        )
+
+
+def accept(flight: Flight, ids: list[int], field: str, route: Route) -> None:
+    """Take the input ids into the flight. Raises HeadwayError if they cannot be run."""
+    card = route.card
+    if not ids:
+        raise HeadwayError("invalid_request", f"{field} is empty: it has no tokens", field=field)
+    if len(ids) > card.max_input_tokens:
+        text = f"the input has {len(ids)} tokens; the limit of model {card.name!r} is {card.max_input_tokens}"
+        raise HeadwayError("too_long", text, field=field)
+    if card.vocab_size and (largest := max(ids)) >= card.vocab_size:
+        where = f"{field}[{ids.index(largest)}]"
+        text = f"{where} is {largest}; the model's vocabulary has {card.vocab_size} tokens"
+        raise HeadwayError("invalid_request", text, field=where)
+    flight.ids = link.pack_ids(ids)
+    flight.tokens = len(ids)
+
+
+def fit_output(params: wire.Params, tokens: int, card: link.Card) -> int:
+    """How many tokens may be generated: the default shrinks to what fits, a wish that does not fit is refused."""
+    limits = [limit for limit in (card.context_tokens, card.kv_tokens) if limit]
+    room = min(limits) - tokens if limits else params.max_new_tokens
+    if room <= 0:
+        text = f"the input has {tokens} tokens; the limit for input and output together is {min(limits)}"
+        raise HeadwayError("too_long", text, field="prompt")
+    if params.max_new_tokens > room and params.max_new_tokens != DEFAULT_NEW_TOKENS:
+        text = (
+            f"{tokens} input tokens and max_new_tokens {params.max_new_tokens} exceed the limit of {min(limits)}; "
+            f"ask for at most {room}"
+        )
+        raise HeadwayError("too_long", text, field="params.max_new_tokens")
+    return min(params.max_new_tokens, room)
