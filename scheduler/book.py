@@ -15,7 +15,8 @@ DEAD_MIN = 64  # dead heap entries that are not worth a rebuild
 
 
 class Request(Struct, gc=False, eq=False):
-    """The core's side of one request. `key`: due time; `seq` breaks ties; `batch`: 0 unless running.
+    """The core's side of one request. `key`: due time; `order` breaks ties; `batch`: 0 unless running; `seq`: counts its
+    stays in the queue, so that what an earlier stay left behind in a heap is known as dead.
 
     `suspect`: it was running when its worker or batch died, so it runs on trial, alone, until it has shown otherwise.
     """
@@ -29,6 +30,7 @@ class Request(Struct, gc=False, eq=False):
     deadline_ns: int
     arrived_ns: int
     key: int
+    order: int
     state: str = "waiting"
     batch: int = 0
     seq: int = 0
@@ -48,7 +50,7 @@ class DueHeap:
     __slots__ = ("_heap", "_live")
 
     def __init__(self, live: dict[int, Request]) -> None:
-        self._heap: list[tuple[int, int, Request]] = []
+        self._heap: list[tuple[int, int, int, Request]] = []
         self._live = live
 
     def push(self, at: int, request: Request) -> None:
@@ -56,18 +58,18 @@ class DueHeap:
         if len(self._heap) > 2 * len(self._live) + DEAD_MIN:
             self._heap = [entry for entry in self._heap if self._alive(entry)]
             heapify(self._heap)
-        heappush(self._heap, (at, request.seq, request))
+        heappush(self._heap, (at, request.order, request.seq, request))
 
-    def _alive(self, entry: tuple[int, int, Request]) -> bool:
-        request = entry[2]
-        return entry[1] == request.seq and request.rid in self._live
+    def _alive(self, entry: tuple[int, int, int, Request]) -> bool:
+        request = entry[3]
+        return entry[2] == request.seq and request.rid in self._live
 
     def peek(self) -> Request | None:
         """The first living request, or None."""
         heap = self._heap
         while heap:
             if self._alive(heap[0]):
-                return heap[0][2]
+                return heap[0][3]
             heappop(heap)
         return None
 
@@ -104,12 +106,12 @@ class Book:
         if request.deadline_ns < NEVER_NS:
             self._deadlines.push(request.deadline_ns, request)
 
-    def requeue(self, request: Request, seq: int) -> None:
+    def requeue(self, request: Request) -> None:
         """It waits again."""
         request.moved("requeue")
         del self.running[request.rid]
         request.batch = 0
-        request.seq = seq
+        request.seq += 1
 
     def end(self, request: Request, event: str) -> None:
         """It has its ending."""
