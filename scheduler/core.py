@@ -40,7 +40,7 @@ class Core:
         self._lost_after_ns = lost_after_ns
         self._stuck_after_ns = stuck_after_ns
         self._worker_of: dict[int, tuple[Service, Worker]] = {}
-        self._seq = 0
+        self._order = 0
         self._batches = 0
         self._drained = False
         self._out: list[act.Action] = []
@@ -105,7 +105,7 @@ class Core:
             self.counters[f"refused.{refusal.code}"] += 1
             self._out.append(act.Refuse(event.rid, refusal.code, refusal.message, refusal.retry_after_ms))
             return
-        self._seq += 1
+        self._order += 1
         request = Request(
             rid=event.rid,
             client=event.client,
@@ -116,7 +116,7 @@ class Core:
             deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
             arrived_ns=now_ns,
             key=self.policies.order(arrival, now_ns),
-            seq=self._seq,
+            order=self._order,
         )
         self.book.enter(request)
         service.lane(request).arrive(request, now_ns)
@@ -405,8 +405,7 @@ class Core:
                 self._out.append(act.Drop(worker.worker, request.batch, (request.rid,)))
 
     def _requeue(self, request: Request, *, suspect: bool = True) -> None:
-        self._seq += 1
-        self.book.requeue(request, self._seq)
+        self.book.requeue(request)
         request.suspect = suspect or request.suspect
         self.counters["requeued"] += 1
         request.service.lane(request).restore(request)

@@ -18,7 +18,7 @@ from headway.scheduler.flight import Flight
 from headway.scheduler.front import Reply
 from headway.scheduler.report import info, status
 from headway.scheduler.routes import Route, accept, check_text, fit_output
-from headway.scheduler.text import Codec
+from headway.scheduler.text import TextPlane
 
 if TYPE_CHECKING:
     from headway.scheduler.runtime import Runtime
@@ -114,14 +114,12 @@ class Door:
         check_text(message.text, "text", route.card)
         check_text(message.text_pair, "text_pair", route.card)
         size = len(message.text) + len(message.text_pair)
-        self._encode(
-            flight, route, lambda: (codec.encode(message.text), codec.encode(message.text_pair, special=False)), size
-        )
+        self._encode(flight, route, lambda: codec.encode_pair(message.text, message.text_pair), size)
 
     def _text(self, flight: Flight, route: Route, text: str, field: str) -> None:
         codec = _codec(route, field)
         check_text(text, field, route.card)
-        self._encode(flight, route, lambda: (codec.encode(text), []), len(text))
+        self._encode(flight, route, lambda: (codec.encode(text, special=True), []), len(text))
 
     # ------------------------------------------------------------ tokens
 
@@ -174,7 +172,7 @@ def _field(message: wire.Request) -> str:
     return "payload"
 
 
-def _codec(route: Route, field: str) -> Codec:
+def _codec(route: Route, field: str) -> TextPlane:
     if route.codec is None:
         text = f"model {route.card.name!r} has no tokenizer here: send input_ids instead of {field}"
         raise HeadwayError("invalid_request", text, field=field)

@@ -8,7 +8,8 @@ another worker can continue after them.
 from headway.scheduler import clock, link, wire
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.front import Reply
-from headway.scheduler.text import Codec, StopMatcher, TextStream
+from headway.scheduler.stops import StopMatcher
+from headway.scheduler.text import TextPlane, TextStream
 
 NO_ROUND = 3  # decimals of a millisecond in timings
 
@@ -49,10 +50,10 @@ class Flight:
         done = link.pack_ids(self.out) if self.out else b""
         return link.Item(self.rid, self.ids, self.ids_pair, done, self.params, self.payload)
 
-    def speak(self, codec: Codec | None, params: wire.Params) -> None:
+    def speak(self, codec: TextPlane | None, params: wire.Params) -> None:
         """It generates, and `codec` (if there is one) turns its tokens into text."""
         self.params = params
-        self._text = TextStream(codec) if codec is not None else None
+        self._text = codec.stream() if codec is not None else None
         self._stops = StopMatcher(params.stop)
 
     def started(self, now_ns: int, batch_size: int) -> None:

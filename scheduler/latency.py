@@ -26,7 +26,7 @@ class CostModel:
 
     def __init__(self, prior_ns: tuple[float, ...] = ()) -> None:
         guess = tuple(max(0.0, value) for value in prior_ns) if len(prior_ns) == 3 else (0.0, 0.0, 0.0)
-        self.cost = Cost(*guess, known=False)
+        self.cost = Cost(guess[0], guess[1], guess[2], known=False)
         self._w = [guess[i] / 1e6 / SCALE[i] for i in range(3)]
         self._p = [[VARIANCE if i == j else 0.0 for j in range(3)] for i in range(3)]
         self._error_ms = 0.0
@@ -55,7 +55,8 @@ class CostModel:
                 p[i][j] = (p[i][j] - px[i] * px[j] * gain) / FORGET
         if max(p[0][0], p[1][1], p[2][2]) > VARIANCE_MAX:
             self._p = [[VARIANCE if i == j else 0.0 for j in range(3)] for i in range(3)]
-        self.cost = Cost(*(max(0.0, w[i]) * 1e6 * SCALE[i] for i in range(3)), known=self.seen >= SEEN_MIN)
+        a, b, m = (max(0.0, w[i]) * 1e6 * SCALE[i] for i in range(3))
+        self.cost = Cost(a, b, m, known=self.seen >= SEEN_MIN)
 
     def _clipped(self, error_ms: float) -> float:
         size = abs(error_ms)

@@ -9,7 +9,7 @@ from headway.scheduler import link, wire
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.spec import ModelSpec
-from headway.scheduler.text import Codec
+from headway.scheduler.text import TextPlane
 
 LOADING_RETRY_MS = 1000
 DEFAULT_NEW_TOKENS = wire.Params().max_new_tokens
@@ -19,7 +19,7 @@ class Route(Struct, eq=False):
     """One served (model, kind): what its workers say of it, its tokenizer, how many of them are here."""
 
     card: link.Card
-    codec: Codec | None
+    codec: TextPlane | None
     workers: dict[int, link.Card]
 
 
@@ -36,10 +36,10 @@ class Routes:
         key = (card.name, card.kind)
         route = self.routes.get(key)
         if route is None:
-            codec = Codec(card.tokenizer) if card.tokenizer is not None else None
+            codec = TextPlane(card.tokenizer) if card.tokenizer is not None else None
             route = self.routes[key] = Route(card, codec, {})
         elif route.card.tokenizer != card.tokenizer:
-            route.codec = Codec(card.tokenizer) if card.tokenizer is not None else None
+            route.codec = TextPlane(card.tokenizer) if card.tokenizer is not None else None
         route.card = card
         route.workers[worker] = card
         self.hopeless.pop(card.name, None)

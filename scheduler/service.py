@@ -113,6 +113,8 @@ class Service:
         )
         decision = policies.window(view, now_ns)
         if type(decision) is Wait and deadline_ns < NEVER_NS:
+            if not self.cost.cost.known:
+                return Launch("cost_unknown")  # no telling how long a batch takes: better not to wait
             latest = deadline_ns - int(1.5 * self.cost.cost.batch_ns(view.waiting, lane.tokens)) - 1_000_000
             if latest <= now_ns:
                 return Launch("deadline_near")

@@ -1,9 +1,10 @@
 """Finding stop strings in text that comes in pieces, without ever showing a part of one.
 
-Lives here: one automaton over all stop strings of a request (Aho and Corasick, 1975), so that a character costs the same
-for one stop as for sixteen, and what must be held back is the depth of one state: the longest ending of the text that
-could still become a stop. Never here: tokens. The stop that is complete first ends the text; of several complete at the
-same character, the longest. This rule looks at one character after another, so it cannot depend on how text was split.
+Lives here: one automaton over all stop strings of a request (Aho and Corasick, 1975), so that a character costs the
+same for one stop as for sixteen, and what must be held back is the depth of one state: the longest ending of the text
+that could still become a stop. Never here: tokens. The stop that is complete first ends the text; of several complete
+at the same character, the longest. This rule looks at one character after another, so it cannot depend on how text was
+split.
 """
 
 import re
@@ -11,7 +12,7 @@ from collections.abc import Sequence
 
 
 class _Node:
-    """A state: `depth` characters of some stop have been seen; `found` is the length of a stop that is complete here."""
+    """A state: `depth` characters of some stop have been seen; a stop of `found` characters ends here (0: none)."""
 
     __slots__ = ("depth", "fail", "found", "next")
 

@@ -1,9 +1,9 @@
 """Text to ids and back: what a model's tokenizer and chat template do, without its model.
 
-Lives here: encoding, decoding, chat rendering, and detokenising a stream without ever splitting a character. Never here:
-torch or transformers (this belongs to the base install), limits on length (whoever calls has checked them), stop strings
-(`stops.py`). Everything but TextStream may be used from several threads at once; the tokenizers library lets go of the
-interpreter lock while it works.
+Lives here: encoding, decoding, and detokenising a stream without ever splitting a character. Never here: torch or
+transformers (this belongs to the base install), limits on length (whoever calls has checked them), chat templates
+(`chat.py`), stop strings (`stops.py`). Everything but TextStream may be used from several threads at once; the
+tokenizers library lets go of the interpreter lock while it works.
 
 A stream has two ways to find out which text is complete. Where tokens are bytes (byte-level BPE, plain bytes), each
 token's bytes go through a UTF-8 decoder that keeps an unfinished character: exact, and constant work per token. For all
@@ -13,31 +13,24 @@ with and without the new ones, and the difference is the new text.
 
 import codecs
 import json
-import time
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import msgspec
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as FastTokenizer
 
 from headway.scheduler import link
-from headway.scheduler.clock import wall_s
+from headway.scheduler.chat import ChatTemplate, Message, refused
 from headway.scheduler.errors import HeadwayError
-from headway.scheduler.wire import ChatMessage
 
-MARK = "\ufffd"  # what an incomplete or invalid character decodes to
-PENDING_MAX = 8  # tokens without a complete text; a character has 4 bytes at most, so past that it is garbage
-
-Message = ChatMessage | Mapping[str, str]
+_CHARACTER_BYTES_MAX = 4
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how sentencepiece spells a byte
+PENDING_MAX = 8  # tokens that wait for the end of a character, which has 4 bytes at most
 
 
 class Vocabulary(Protocol):
-    """A tokenizer. `piece` is the bytes of one token (b"" for a special one); it is None where tokens are not bytes."""
+    """A tokenizer. `piece`: the bytes of one token (b"" for a special one), or None where tokens are not bytes.
+    `visible`: the ids that have text: known, and not special. `unfinished`: whether these end inside a character."""
 
     piece: Callable[[int], bytes] | None
 
@@ -49,14 +42,18 @@ class Vocabulary(Protocol):
 
     def decode(self, ids: Sequence[int], skip_special: bool) -> str: ...
 
+    def visible(self, ids: Sequence[int]) -> list[int]: ...
+
+    def unfinished(self, ids: Sequence[int]) -> bool: ...
+
 
 class TextPlane:
-    """What a worker's card says about text, ready to use. Raises HeadwayError `internal` for a tokenizer it cannot read."""
+    """What a worker's card says about text, ready to use. HeadwayError `internal`: a tokenizer that cannot be read."""
 
     def __init__(self, tokenizer: link.Tokenizer) -> None:
         self._vocabulary = _vocabulary(tokenizer)
-        self._special = dict(tokenizer.special)
-        self._template = _Template(tokenizer.chat_template) if tokenizer.chat_template else None
+        source = tokenizer.chat_template
+        self._template = ChatTemplate(source, tokenizer.special) if source else None
         self.kind = tokenizer.kind
 
     def __repr__(self) -> str:
@@ -93,17 +90,12 @@ class TextPlane:
         Raises HeadwayError `invalid_request` if the model has no chat template or the template refuses the messages.
         """
         if self._template is None:
-            raise _refused("this model has no chat template; send `prompt` or `input_ids`")
-        turns = [dict(m) if isinstance(m, Mapping) else msgspec.structs.asdict(m) for m in messages]
-        return self._template.render(turns, self._special)
+            raise refused("this model has no chat template; send `prompt` or `input_ids`")
+        return self._template.render(messages)
 
     def encode_chat(self, messages: Sequence[Message]) -> list[int]:
         """The ids of `render_chat`. The template writes the start token itself, so none is added."""
         return self._vocabulary.encode(self.render_chat(messages), False)
-
-
-def _refused(message: str) -> HeadwayError:
-    return HeadwayError("invalid_request", message, field="messages")
 
 
 # ---------------------------------------------------------------- tokenizers
@@ -138,13 +130,19 @@ class _Bytes:
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:  # noqa: ARG002
         return b"".join(map(_byte, ids)).decode("utf-8", "replace")
 
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        return [token for token in ids if 0 <= token < 256]
+
+    def unfinished(self, ids: Sequence[int]) -> bool:
+        return _cut_short(b"".join(map(_byte, ids[-_CHARACTER_BYTES_MAX:])))
+
 
 def _byte(token: int) -> bytes:
     return bytes((token,)) if 0 <= token < 256 else b""
 
 
 class _Json:
-    """A tokenizer.json of the tokenizers library. Its own padding and truncation are switched off: lengths are exact."""
+    """A tokenizer.json of the tokenizers library. Its own padding and truncation are off: lengths are exact."""
 
     def __init__(self, data: str) -> None:
         self._fast = FastTokenizer.from_str(data)
@@ -152,7 +150,10 @@ class _Json:
         self._fast.no_truncation()
         self._hidden = frozenset(i for i, token in self._fast.get_added_tokens_decoder().items() if token.special)
         self._pieces: dict[int, bytes] = {}
-        self.piece: Callable[[int], bytes] | None = self._piece if _is_byte_level(json.loads(data)) else None
+        steps = _decoder_steps(json.loads(data))
+        self._byte_level = "ByteLevel" in steps
+        self._byte_fallback = "ByteFallback" in steps
+        self.piece: Callable[[int], bytes] | None = self._piece if steps == ["ByteLevel"] else None
 
     def encode(self, text: str, special: bool) -> list[int]:
         return self._fast.encode(text, add_special_tokens=special).ids
@@ -169,6 +170,26 @@ class _Json:
     def decode(self, ids: Sequence[int], skip_special: bool) -> str:
         return self._fast.decode(ids, skip_special_tokens=skip_special)
 
+    def visible(self, ids: Sequence[int]) -> list[int]:
+        known = self._fast.id_to_token
+        return [token for token in ids if token not in self._hidden and known(token) is not None]
+
+    def unfinished(self, ids: Sequence[int]) -> bool:
+        tail = b""
+        for token in reversed(ids):
+            raw = self._raw(token)
+            tail = raw + tail
+            if not raw or len(tail) >= _CHARACTER_BYTES_MAX:
+                break
+        return _cut_short(tail)
+
+    def _raw(self, token: int) -> bytes:
+        """The bytes of a token that may be a part of a character; b"" if it is whole text."""
+        if self._byte_level:
+            return self._piece(token)
+        text = (self._fast.id_to_token(token) or "") if self._byte_fallback else ""
+        return bytes.fromhex(text[3:5]) if _BYTE_TOKEN.fullmatch(text) else b""
+
     def _piece(self, token: int) -> bytes:
         """The bytes of one token, kept: a vocabulary is finite."""
         known = self._pieces.get(token)
@@ -179,12 +200,15 @@ class _Json:
         return known
 
 
-def _is_byte_level(tokenizer: Mapping[str, Any]) -> bool:
+def _cut_short(data: bytes) -> bool:
+    """Whether `data` ends inside a character that more bytes could complete."""
+    return codecs.utf_8_decode(data, "replace", False)[1] < len(data)
+
+
+def _decoder_steps(tokenizer: Mapping[str, Any]) -> list[str]:
+    """The types of a tokenizer.json's decoders, in order."""
     decoder = tokenizer.get("decoder") or {}
-    if decoder.get("type") == "Sequence":
-        steps = decoder.get("decoders") or [{}]
-        return len(steps) == 1 and steps[0].get("type") == "ByteLevel"
-    return bool(decoder.get("type") == "ByteLevel")
+    return [str(step.get("type")) for step in decoder.get("decoders", [decoder])]
 
 
 def _byte_of_char() -> dict[str, int]:
@@ -208,20 +232,32 @@ def _bytes_of(text: str) -> bytes:
 # ---------------------------------------------------------------- streams
 
 
+class _Way(Protocol):
+    def push(self, ids: Sequence[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
 class TextStream:
     """The text of one answer, as its ids come. Used from one thread at a time.
 
-    All pieces joined are `decode` of all ids without special tokens. A piece never ends inside a character, and has a
-    U+FFFD only where the ids really hold one or hold invalid bytes; a last character that was never completed becomes
-    one in `finish`. (One difference: where sentencepiece-like tokenizers turn a whole run of byte tokens into marks
-    because its end is invalid, the characters that were complete before it, and were shown, stand.)
+    All pieces joined are `decode` of all ids, without special tokens. A piece never ends inside a character, and has a
+    U+FFFD only where the ids hold one or hold invalid bytes; a last character that was never completed becomes one in
+    `finish`. Where a decoder would change text after the fact, what was shown stands: sentencepiece-like tokenizers
+    turn a whole run of byte tokens into marks if its end is invalid, also the good characters before it.
     """
 
     def __init__(self, plane: TextPlane) -> None:
         piece = plane.vocabulary.piece
-        way = _ByteWay(piece) if piece is not None else _WindowWay(plane.decode)
-        self.push: Callable[[Sequence[int]], str] = way.push
-        self.finish: Callable[[], str] = way.finish
+        self._way: _Way = _ByteWay(piece) if piece is not None else _WindowWay(plane.vocabulary)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that these ids complete; often none."""
+        return self._way.push(ids)
+
+    def finish(self) -> str:
+        """What is left: "" or an incomplete character's mark."""
+        return self._way.finish()
 
 
 class _ByteWay:
@@ -239,45 +275,39 @@ class _ByteWay:
 
 
 class _WindowWay:
-    """Tokens have neighbours: decode the window with and without what is new.
+    """Tokens have neighbours: decode a window with and without what is new.
 
-    `_ids[: _shown]` has been shown and stays only as context for what follows.
+    `_ids[:_shown]` is context, its text was shown; the rest waits to be complete. At most 2 * PENDING_MAX ids.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
-        self._decode = decode
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
         self._ids: list[int] = []
         self._shown = 0
 
     def push(self, ids: Sequence[int]) -> str:
-        """New text; the work is bounded by the new ids and PENDING_MAX."""
-        return "".join([self._push(ids[at : at + PENDING_MAX]) for at in range(0, len(ids), PENDING_MAX)])
+        return "".join([self._push(token) for token in self._vocabulary.visible(ids)])
 
     def finish(self) -> str:
-        rest = self._new(len(self._ids))
+        rest = self._new()
         self._ids, self._shown = [], 0
         return rest
 
-    def _push(self, ids: Sequence[int]) -> str:
-        self._ids.extend(ids)
-        text = self._new(len(self._ids))
-        if text and not text.endswith(MARK):
-            return self._show(len(self._ids), text)
-        if len(self._ids) - self._shown > PENDING_MAX:
-            return self._force()
+    def _push(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._new()
+        finished = text and not self._vocabulary.unfinished(self._ids[self._shown :])
+        if finished or len(self._ids) - self._shown > PENDING_MAX:
+            self._shown, self._ids = len(self._ids) - self._shown, self._ids[self._shown :]
+            return text
         return ""
 
-    def _new(self, end: int) -> str:
-        """The text of the ids up to `end` that has not been shown."""
-        shown, all_of_it = self._decode(self._ids[: self._shown]), self._decode(self._ids[:end])
-        if all_of_it.startswith(shown):
-            return all_of_it[len(shown) :]
-        return self._decode(self._ids[self._shown : end])  # shown text stands, whatever came after it
+    def _new(self) -> str:
+        """The text of the window that has not been shown."""
+        shown, whole = self._decode(self._ids[: self._shown]), self._decode(self._ids)
+        if whole.startswith(shown):
+            return whole[len(shown) :]
+        return self._decode(self._ids[self._shown :])  # what was shown stands
 
-    def _show(self, end: int, text: str) -> str:
-        del self._ids[: self._shown]
-        self._shown = end - self._shown if False else len(self._ids) - 0
-        return text
-
-    def _force(self) -> str:
-        return ""
+    def _decode(self, ids: Sequence[int]) -> str:
+        return self._vocabulary.decode(ids, False) if ids else ""

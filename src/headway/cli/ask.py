@@ -1,0 +1,191 @@
+"""`headway generate`, `embed` and `call`: requests from the command line."""
+
+import json
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from headway.cli.connection import (
+    ADDRESS,
+    TIMEOUT_MS,
+    Connect,
+    Deadline,
+    Json,
+    Model,
+    Priority,
+    ServerKey,
+    Tenant,
+    Timeout,
+    Who,
+    ask,
+    is_piped,
+    print_json,
+    slices,
+    together,
+)
+from headway.cli.exits import REFUSED, UNREACHABLE, USAGE, exits, teach
+from headway.scheduler.config import ConfigError
+
+if TYPE_CHECKING:
+    from headway.scheduler.client import Client
+    from headway.scheduler.client_types import Embedding
+
+GENERATE = teach(
+    "Generate text. Each PROMPT is a request of its own; without any, standard input is one prompt.",
+    "A prompt is sent as a user's message through the model's chat template, or with --raw as it is. Several are sent "
+    "at once, and so share batches.",
+    examples=[
+        'headway generate "Name three rivers."',
+        'headway generate --temperature 0.8 --seed 7 "Once upon a time"',
+        "headway generate --raw --json < prompt.txt",
+    ],
+)
+EMBED = teach(
+    "Embed texts. Each TEXT is a request of its own; without any, each line of standard input is one.",
+    "Prints a line for each text: how many numbers, the first of them, the text; --json prints all of them.",
+    examples=['headway embed "a red apple" "a green pear"', "headway embed --json < lines.txt > vectors.jsonl"],
+)
+CALL = teach(
+    "Call a custom engine with a JSON value and print its answer as JSON. - reads the value from standard input.",
+    examples=["headway serve --engine echo", "headway call '{\"question\": 42}'"],
+)
+
+
+def generate(
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="[PROMPT]...", show_default=False)] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="no chat template")] = False,
+    stream: Annotated[
+        bool | None,
+        typer.Option(
+            "--stream/--no-stream",
+            help="print text as it comes [dim]\\[default: if there is one prompt, and no --json][/]",
+            show_default=False,
+        ),
+    ] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.0,
+    top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens with this share")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="sample from so many tokens; 0: all")] = 0,
+    seed: Annotated[int | None, typer.Option(min=0, help="the same seed gives the same answer")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
+    model: Model = None,
+    tenant: Tenant = None,
+    priority: Priority = 0,
+    deadline_ms: Deadline = None,
+    as_json: Json = False,
+    connect: Connect = ADDRESS,
+    server_key: ServerKey = None,
+    timeout_ms: Timeout = TIMEOUT_MS,
+) -> None:
+    texts = prompts or [_stdin("a PROMPT") if raw else _stdin("a PROMPT").rstrip("\n")]
+    if stream and len(texts) > 1:
+        raise ConfigError(
+            f"--stream prints one answer as it comes, but there are {len(texts)} prompts; leave out --stream"
+        )
+    shared: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens,
+        "temperature": temperature,
+        "top_p": top_p,
+        "top_k": top_k,
+        "seed": seed,
+        "stop": stop or [],
+        **Who(model=model, tenant=tenant, priority=priority, deadline_ms=deadline_ms),
+    }
+    requests = [shared | _content(text, raw) for text in texts]
+    if stream or (stream is None and len(texts) == 1 and not as_json):
+        ask(connect, server_key, timeout_ms, lambda client: _stream(client, requests[0], as_json))
+        return
+    answers = ask(
+        connect,
+        server_key,
+        timeout_ms,
+        lambda client: together([partial(client.generate, **request) for request in requests]),
+    )
+    for answer in answers:
+        print_json(answer) if as_json else typer.echo(answer.text)
+
+
+def _content(text: str, raw: bool) -> dict[str, Any]:
+    return {"prompt": text} if raw else {"messages": [{"role": "user", "content": text}]}
+
+
+async def _stream(client: "Client", request: dict[str, Any], as_json: bool) -> None:
+    async with client.stream(**request) as stream:
+        async for delta in stream:
+            if as_json:
+                print_json(delta)
+            else:
+                typer.echo(delta.text, nl=False)
+                sys.stdout.flush()
+        if as_json:
+            print_json(stream.result)
+        else:
+            typer.echo()
+
+
+def embed(
+    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", show_default=False)] = None,
+    model: Model = None,
+    tenant: Tenant = None,
+    priority: Priority = 0,
+    deadline_ms: Deadline = None,
+    as_json: Json = False,
+    connect: Connect = ADDRESS,
+    server_key: ServerKey = None,
+    timeout_ms: Timeout = TIMEOUT_MS,
+) -> None:
+    if not texts and not is_piped():
+        raise ConfigError("give a TEXT, or texts on standard input, one a line")
+    lines = iter(texts) if texts else (line.rstrip("\r\n") for line in sys.stdin)
+    who = Who(model=model, tenant=tenant, priority=priority, deadline_ms=deadline_ms)
+
+    async def work(client: "Client") -> None:
+        for part in slices(line for line in lines if line):
+            answers = await together([partial(client.embed, text, **who) for text in part])
+            for text, answer in zip(part, answers, strict=True):
+                _show_embedding(text, answer, as_json)
+
+    ask(connect, server_key, timeout_ms, work)
+
+
+def _show_embedding(text: str, answer: "Embedding", as_json: bool) -> None:
+    if as_json:
+        print_json({"text": text, "embedding": answer.vector, "usage": answer.usage, "timing": answer.timing})
+        return
+    first = ", ".join(f"{number:.4f}" for number in answer.vector[:4])
+    typer.echo(f"{len(answer.vector)} numbers: {first}, …  {text}")
+
+
+def call(
+    value: Annotated[str, typer.Argument(metavar="JSON", help="any JSON value, or - for standard input")],
+    tokens: Annotated[int | None, typer.Option(min=0, help="its size, for scheduling; default: its bytes / 4")] = None,
+    model: Model = None,
+    tenant: Tenant = None,
+    priority: Priority = 0,
+    deadline_ms: Deadline = None,
+    connect: Connect = ADDRESS,
+    server_key: ServerKey = None,
+    timeout_ms: Timeout = TIMEOUT_MS,
+) -> None:
+    try:
+        payload = json.loads(_stdin("JSON") if value == "-" else value)
+    except ValueError as error:
+        raise ConfigError(f"the value is not JSON: {error}; text needs its own quotes, as in '\"text\"'") from None
+    who = Who(model=model, tenant=tenant, priority=priority, deadline_ms=deadline_ms)
+    print_json(ask(connect, server_key, timeout_ms, lambda client: client.call(payload, tokens=tokens, **who)))
+
+
+def _stdin(wanted: str) -> str:
+    text = sys.stdin.read() if is_piped() else ""
+    if not text:
+        raise ConfigError(f"give {wanted}, on the command line or on standard input")
+    return text
+
+
+def register(app: typer.Typer) -> None:
+    epilog = exits(USAGE, UNREACHABLE, REFUSED)
+    app.command(help=GENERATE, epilog=epilog)(generate)
+    app.command(help=EMBED, epilog=epilog)(embed)
+    app.command(help=CALL, epilog=epilog)(call)

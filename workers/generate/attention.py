@@ -1,0 +1,164 @@
+"""Attention over a packed step: each request attends to its own slots and nothing else.
+
+Registered with Transformers under NAME. A name without a mask function makes models build no mask at all; what a token
+may see is decided here, from the plan that travels as a keyword argument of the forward. Three ways of computing the
+same thing: FlashAttention-2 varlen, SDPA (decode rows as one rectangle, chunks one by one), and plain matrix products
+for what neither can express (attention sinks, soft-capped scores) or where `eager` was asked for.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from transformers import AttentionInterface
+
+from headway.workers.generate.plan import Plan
+
+NAME = "headway_packed"
+FLASH_NAME = "headway_packed_varlen"  # a name with "flash" in it is taken for a kernel of the hub
+EAGER_NAME = "headway_packed_eager"
+
+
+class PackingError(RuntimeError):
+    """The model asks of attention what the packed form cannot give."""
+
+
+def packed_sdpa(
+    _module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    packed: Plan | None = None,
+    **features: Any,
+) -> tuple[Any, None]:
+    """`query` [1, heads, T, width], `key` and `value` [1, groups, slots read, width] -> [1, T, heads, value width].
+
+    `features`: what a layer may ask for beside: sliding_window, s_aux (sinks), softcap. Raises PackingError.
+    """
+    plan = _checked(packed, attention_mask, features)
+    sinks, softcap = features.get("s_aux"), features.get("softcap")
+    compute = _sdpa if sinks is None and not softcap else _plain(sinks, softcap)
+    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
+
+
+def packed_eager(
+    _module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    packed: Plan | None = None,
+    **features: Any,
+) -> tuple[Any, None]:
+    """As `packed_sdpa`, in plain matrix products."""
+    plan = _checked(packed, attention_mask, features)
+    compute = _plain(features.get("s_aux"), features.get("softcap"))
+    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
+
+
+def packed_flash(
+    _module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    packed: Plan | None = None,
+    **features: Any,
+) -> tuple[Any, None]:
+    """As `packed_sdpa`, by FlashAttention-2's varlen kernel: one call for decode rows and chunks together."""
+    from flash_attn import flash_attn_varlen_func
+
+    plan = _checked(packed, attention_mask, features)
+    if features.get("s_aux") is not None:
+        raise PackingError("FlashAttention-2 has no attention sinks; ask for attention: sdpa")
+    width, window = value.shape[-1], features.get("sliding_window")
+    if width != query.shape[-1]:  # the kernel wants equal widths
+        value = F.pad(value, (0, query.shape[-1] - width))
+    out = flash_attn_varlen_func(
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        cu_seqlens_q=plan.queries_at,
+        cu_seqlens_k=plan.keys_at,
+        max_seqlen_q=plan.queries_max,
+        max_seqlen_k=plan.keys_max,
+        softmax_scale=scaling,
+        causal=True,  # aligned at the end: the last query sees the last key
+        window_size=(window - 1, 0) if window else (-1, -1),
+        softcap=features.get("softcap") or 0.0,
+    )
+    return out[None, ..., :width], None
+
+
+def register() -> None:
+    """Make the three functions known to Transformers. Doing it again changes nothing."""
+    AttentionInterface.register(NAME, packed_sdpa)
+    AttentionInterface.register(EAGER_NAME, packed_eager)
+    AttentionInterface.register(FLASH_NAME, packed_flash)
+
+
+def _checked(plan: Plan | None, attention_mask: Any, features: dict[str, Any]) -> Plan:
+    if plan is None:
+        raise PackingError("the model does not pass keyword arguments on to its attention")
+    if attention_mask is not None or features.get("position_bias") is not None:
+        raise PackingError("the model brings a mask or a bias of its own (such as ALiBi)")
+    plan.layers += 1
+    return plan
+
+
+def _attend(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any) -> Any:
+    heads, tokens = query.shape[1:3]
+    rows = plan.rows
+    parts = []
+    if rows:
+        parts.append(_rows(plan, query[0, :, :rows], key[0], value[0], scaling, window, compute))
+    for index, chunk in enumerate(plan.chunks):
+        keys = key[:, :, chunk.key_start : chunk.key_end]
+        values = value[:, :, chunk.key_start : chunk.key_end]
+        plain = chunk.whole and (not window or chunk.key_end - chunk.key_start <= window)
+        mask = None if plain and compute is _sdpa else plan.chunk_mask(index, window, query.dtype)
+        out = compute(query[:, :, chunk.start : chunk.end], keys, values, mask, scaling, heads // key.shape[1])
+        parts.append(out[0].transpose(0, 1))
+    out = parts[0] if len(parts) == 1 else torch.cat(parts)
+    return out.reshape(1, tokens, heads, value.shape[-1])
+
+
+def _rows(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any) -> Any:
+    """All decode rows at once: the queries that share a group are the rows of one small product."""
+    rows, width = plan.rows, plan.width
+    groups = key.shape[0]
+    keys = key[:, : rows * width].unflatten(1, (rows, width)).transpose(0, 1)
+    values = value[:, : rows * width].unflatten(1, (rows, width)).transpose(0, 1)
+    queries = query.transpose(0, 1).unflatten(1, (groups, -1))  # [rows, groups, heads of a group, width]
+    out = compute(queries, keys, values, plan.row_mask(window, query.dtype), scaling, 1)
+    return out.reshape(rows, -1, value.shape[-1])
+
+
+def _sdpa(query: Any, key: Any, value: Any, mask: Any, scaling: float | None, share: int) -> Any:
+    """`share`: query heads for each key head. No mask: causal."""
+    return F.scaled_dot_product_attention(
+        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=share > 1
+    )
+
+
+def _plain(sinks: Any, softcap: float | None) -> Any:
+    """The same by matrix products, with a sink logit for each head and soft-capped scores where the model has them."""
+
+    def compute(query: Any, key: Any, value: Any, mask: Any, scaling: float | None, share: int) -> Any:
+        key, value = (states.repeat_interleave(share, 1) for states in (key, value))
+        scores = (query @ key.transpose(2, 3)) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
+        if softcap:
+            scores = torch.tanh(scores / softcap) * softcap
+        scores = scores + mask
+        if sinks is None:
+            return scores.softmax(-1, dtype=torch.float32).to(value.dtype) @ value
+        # chunks: [1, heads, tokens, positions]; decode rows: [rows, groups, heads of a group, positions]
+        sink = sinks.view(1, scores.shape[1], -1, 1).to(scores.dtype).expand(*scores.shape[:3], 1)
+        weights = torch.cat([scores, sink], -1).softmax(-1, dtype=torch.float32)[..., :-1]
+        return weights.to(value.dtype) @ value
+
+    return compute

@@ -1,0 +1,322 @@
+"""Iteration-level generation: requests join and leave between steps, all tokens of a step go through one forward.
+
+A step gives pages to those who run, oldest first, then starts who waits, in order of arrival, then runs one token of
+each decoding request and, with what is left of the token budget, chunks of prompts. When pages run out the youngest is
+preempted: its pages go to an older one, it waits at the head of the queue, and later reads its text so far again. The
+oldest can therefore always go on, and a request that could not even alone is refused when it comes; so nothing is ever
+lost or stuck. A fault in a forward ends only the requests that were in it.
+"""
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from headway.scheduler import clock, link
+from headway.scheduler.link import Card, Failed, Item, Row, Step
+from headway.scheduler.spec import ModelSpec
+from headway.scheduler.wire import Params
+from headway.workers.engine import Report
+from headway.workers.generate.pages import PagedCache, Pages
+from headway.workers.generate.plan import Span
+from headway.workers.generate.request import Request
+from headway.workers.generate.runner import Runner
+from headway.workers.generate.sampling import choice_of, choose
+from headway.workers.load import Loaded
+from headway.workers.oneshot import code_of, text_of
+from headway.workers.packaged import LoadError
+
+log = logging.getLogger("headway.worker")
+
+
+class GenerateEngine:
+    """An Engine that generates with `loaded.model`. `rng` seeds requests that bring no seed of their own.
+
+    Raises LoadError if the model cannot be run packed or `spec.kv_mib` cannot hold a page.
+    """
+
+    def __init__(self, spec: ModelSpec, loaded: Loaded, rng: random.Random | None = None) -> None:
+        self._spec = spec
+        self._rng = rng or random.Random()
+        started = clock.now_ns()
+        self._runner = Runner(loaded, spec.attention)
+        self._page_tokens = spec.page_tokens
+        self._pages = Pages(_page_count(spec, loaded.context_tokens, self._runner.pattern.bytes_per_token))
+        self._cache = _storage(self._runner.pattern, self._pages.total * self._page_tokens, spec)
+        self._context = loaded.context_tokens or self._pages.total * self._page_tokens
+        self._vocab_size = loaded.vocab_size
+        self._eos = loaded.eos
+        with torch.inference_mode():
+            prior = self._runner.timed(self._cache, self._page_tokens)
+        self._card = self._describe(loaded, prior)
+        self._live: dict[tuple[int, int], Request] = {}
+        self._running: list[Request] = []  # oldest first
+        self._waiting: deque[Request] = deque()  # oldest first; everyone here is younger than all who run
+        self._endings: list[Row] = []  # decided between steps, reported with the next
+        log.info("warmed up in %.1f s: %r, %r", (clock.now_ns() - started) / clock.NS_PER_S, self._runner, self._pages)
+
+    def __repr__(self) -> str:
+        return f"<GenerateEngine {len(self._running)} running, {len(self._waiting)} waiting, {self._pages!r}>"
+
+    @property
+    def card(self) -> Card:
+        return self._card
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._live or self._endings)
+
+    def add(self, batch: int, items: Sequence[Item]) -> None:
+        """Take over `items`; they join at the next step. One that cannot be run gets its ending there."""
+        for item in items:
+            params = item.params or Params()
+            try:
+                tokens = link.unpack_ids(item.ids)
+                done = link.unpack_ids(item.done)
+            except ValueError:
+                self._refuse(batch, item.rid, "invalid_request", "token ids are not whole 32-bit integers")
+                continue
+            if fault := self._fault(tokens, done, params):
+                self._refuse(batch, item.rid, *fault)
+                continue
+            request = Request(
+                batch=batch,
+                rid=item.rid,
+                tokens=tokens + done,
+                input_tokens=len(tokens),
+                limit=self._limit(tokens, params),
+                choice=choice_of(params, self._rng.getrandbits(63)),
+                stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+            )
+            if request.ending:  # it came complete: all that was missing is this report
+                self._endings.append(Row(batch, item.rid, [], request.ending))
+                continue
+            self._live[request.key] = request
+            self._waiting.append(request)
+
+    def cancel(self, batch: int, rids: Sequence[int]) -> None:
+        """Drop these requests now: their pages are free before the next step."""
+        for rid in rids:
+            request = self._live.get((batch, rid))
+            if request is not None:
+                self._release(request)
+                self._endings.append(Row(batch, rid, [], "dropped"))
+
+    @torch.inference_mode()
+    def step(self) -> list[Report]:
+        """Run one step over everything that fits, and report it."""
+        if not self.busy:
+            return []
+        started = clock.now_ns()
+        rows, self._endings = self._endings, []
+        self._grow()
+        self._start()
+        shares = self._shares()
+        tokens = sum(count for _, count in shares)
+        failures: list[Failed] = []
+        if shares:
+            try:
+                chosen = self._forward(shares)
+            except Exception as error:
+                tokens = 0
+                failures = self._fail([request for request, _ in shares], *_fault_of(error))
+            else:
+                failures = self._settle(shares, chosen, rows)
+        spent = clock.now_ns() - started
+        step = Step(
+            compute_ns=spent if tokens else 0,
+            tokens=tokens,
+            running=len(self._running),
+            rows=rows,
+            kv_used=self._pages.used * self._page_tokens,
+            kv_total=self._pages.total * self._page_tokens,
+        )
+        return [step, *(Failed(one.batch, one.code, one.message, one.rids, spent) for one in failures)]
+
+    def close(self) -> None:
+        """Forget every request and give the cache's memory back."""
+        self._live.clear()
+        self._running.clear()
+        self._waiting.clear()
+        self._endings.clear()
+        self._cache = PagedCache(0)
+        if self._runner.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    # ------------------------------------------------------------ arrival
+
+    def _fault(self, tokens: list[int], done: list[int], params: Params) -> tuple[str, str] | None:
+        """Why this request cannot be run (code and message), or None."""
+        if not tokens:
+            return "invalid_request", "the input is empty"
+        if max(tokens) >= self._vocab_size or max(done, default=0) >= self._vocab_size:
+            return "invalid_request", f"token id {max(tokens + done)} is outside the vocabulary of {self._vocab_size}"
+        if params.logit_bias and max(params.logit_bias) >= self._vocab_size:
+            outside = max(params.logit_bias)
+            return "invalid_request", f"logit_bias: id {outside} is outside the vocabulary of {self._vocab_size}"
+        if len(tokens) > self._card.max_input_tokens:
+            return "too_long", f"the input has {len(tokens)} tokens; the limit is {self._card.max_input_tokens}"
+        needed = self._limit(tokens, params) - 1  # the last token is answered, never read
+        if self._pages_for(needed) > self._pages.total:
+            room = self._pages.total * self._page_tokens
+            return "too_long", f"input and output need {needed} tokens of KV cache; it has {room} (kv_mib)"
+        return None
+
+    def _limit(self, tokens: list[int], params: Params) -> int:
+        return min(len(tokens) + params.max_new_tokens, self._context)
+
+    def _refuse(self, batch: int, rid: int, code: str, message: str) -> None:
+        self._endings.append(Row(batch, rid, [], "error", code, message))
+
+    # ------------------------------------------------------------ pages
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
+
+    def _grow(self) -> None:
+        """Give everyone who runs the pages of its next step, the oldest first; the youngest pays if there are none."""
+        at = 0
+        while at < len(self._running):
+            request = self._running[at]
+            missing = self._pages_for(len(request.tokens)) - len(request.pages)
+            while missing > self._pages.free and self._running[-1] is not request:
+                self._preempt()
+            if missing > self._pages.free:
+                self._preempt()  # itself: it is the youngest
+                return
+            request.pages += self._pages.take(missing)
+            at += 1
+
+    def _preempt(self) -> None:
+        request = self._running.pop()
+        self._give_back(request)
+        self._waiting.appendleft(request)
+
+    def _start(self) -> None:
+        """Start who waits, in order, while pages for all its text are free and each who runs could take one more."""
+        while self._waiting and len(self._running) < self._spec.max_num_seqs:
+            request = self._waiting[0]
+            needed = self._pages_for(len(request.tokens))
+            if needed + len(self._running) > self._pages.free:
+                return
+            request.pages = self._pages.take(needed)
+            self._running.append(self._waiting.popleft())
+
+    def _give_back(self, request: Request) -> None:
+        self._pages.give(request.pages)
+        request.pages, request.written = [], 0
+
+    def _release(self, request: Request) -> None:
+        """It is over: off all books."""
+        self._give_back(request)
+        del self._live[request.key]
+        for where in (self._running, self._waiting):
+            if request in where:
+                where.remove(request)
+
+    # ------------------------------------------------------------ a step
+
+    def _shares(self) -> list[tuple[Request, int]]:
+        """Who runs how many tokens: every decoding request one, then prompts in order while the budget lasts."""
+        decoding = [(request, 1) for request in self._running if request.pending == 1]
+        budget = max(1, self._spec.step_tokens - len(decoding))  # a prompt always goes on, if by one token
+        reading = []
+        for request in self._running:
+            if request.pending > 1 and budget:
+                reading.append((request, min(budget, request.pending)))
+                budget -= reading[-1][1]
+        return decoding + reading
+
+    def _forward(self, shares: Sequence[tuple[Request, int]]) -> list[int | None]:
+        """The next token of each share that completes its request's text so far."""
+        spans = [request.span(count) for request, count in shares]
+        rows = next((at for at, (request, _) in enumerate(shares) if request.pending > 1), len(shares))
+        logits = self._runner.run(self._runner.plan(spans[:rows], spans[rows:], self._page_tokens), self._cache)
+        ready = _ready(shares, spans)
+        if not ready:
+            return []
+        return choose(logits, [request.choice for request in ready], [request.generated for request in ready])
+
+    def _settle(
+        self, shares: Sequence[tuple[Request, int]], chosen: Sequence[int | None], rows: list[Row]
+    ) -> list[Failed]:
+        """Book a step that went well: `rows` gets what is new; requests whose logits are not finite fail."""
+        broken, tokens = [], iter(chosen)
+        for request, count in shares:
+            request.written += count
+            if request.pending:
+                continue
+            token = next(tokens)
+            if token is None:
+                broken.append(request)
+                continue
+            request.tokens.append(token)
+            ending = request.ending
+            rows.append(Row(request.batch, request.rid, [token], ending))
+            if ending:
+                self._release(request)
+        return self._fail(broken, "engine_error", "the model computed logits that are not finite")
+
+    def _fail(self, requests: Iterable[Request], code: str, message: str) -> list[Failed]:
+        rids: dict[int, list[int]] = {}
+        for request in requests:
+            rids.setdefault(request.batch, []).append(request.rid)
+            self._release(request)
+        if rids:
+            log.warning("%s: %s (%d requests)", code, message, sum(map(len, rids.values())))
+        return [Failed(batch, code, message, of_batch) for batch, of_batch in rids.items()]
+
+    def _describe(self, loaded: Loaded, prior_ns: tuple[float, float, float]) -> Card:
+        room = self._pages.total * self._page_tokens
+        longest = min(self._context, room + 1) - 1  # one token must still be answered
+        mib = room * self._cache.bytes_per_token / (1 << 20)
+        facts = loaded.facts | {
+            "attention": f"packed {self._runner.attention}",
+            "pages": f"{self._pages.total} of {self._page_tokens} tokens ({mib:.0f} MiB)",
+        }
+        return Card(
+            name=self._spec.name,
+            kind="generate",
+            mode="iteration",
+            max_batch=self._spec.max_batch,
+            max_num_seqs=self._spec.max_num_seqs,
+            max_input_tokens=min(self._spec.max_input_tokens or longest, longest),
+            context_tokens=self._context,
+            vocab_size=loaded.vocab_size,
+            kv_tokens=room,
+            prior_ns=prior_ns,
+            tokenizer=loaded.tokenizer,
+            facts=facts,
+        )
+
+
+def _ready(shares: Sequence[tuple[Request, int]], spans: Sequence[Span]) -> list[Request]:
+    return [request for (request, _), span in zip(shares, spans, strict=True) if span.last]
+
+
+def _fault_of(error: Exception) -> tuple[str, str]:
+    """Code and message of what a forward raised. A broken accelerator is raised again: no later step can work."""
+    code = code_of(error)
+    if code == "out_of_memory" and torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    elif isinstance(error, getattr(torch, "AcceleratorError", ())):
+        raise error
+    return code, text_of(error)
+
+
+def _page_count(spec: ModelSpec, context: int, bytes_per_token: int) -> int:
+    page_bytes = bytes_per_token * spec.page_tokens
+    pages = (spec.kv_mib << 20) // page_bytes
+    if not pages:
+        size = f"{spec.page_tokens} tokens ({page_bytes} bytes)"
+        raise LoadError(f"kv_mib {spec.kv_mib} does not hold one page of {size}; raise it or lower page_tokens")
+    return min(pages, spec.max_num_seqs * -(-context // spec.page_tokens)) if context else pages
+
+
+def _storage(pattern: PagedCache, slots: int, spec: ModelSpec) -> PagedCache:
+    try:
+        return pattern.like(slots)
+    except RuntimeError as error:
+        raise LoadError(f"the KV cache of kv_mib {spec.kv_mib} does not fit into memory: {error}") from error

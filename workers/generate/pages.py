@@ -1,0 +1,107 @@
+"""Pages of the KV cache: who holds them, and the storage behind them.
+
+A page is `page_tokens` consecutive slots and belongs to one request or to the free list. Storage is allocated once, so
+its size is a hard cap. `PagedCache` is a Transformers cache: for each layer it writes the keys and values of a step's
+tokens into the slots the plan names, and hands back exactly the slots the plan reads. Nothing is cleared when a page
+changes hands: a plan never reads a slot its own request has not written, and tests prove it with pages full of NaN.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers.cache_utils import Cache
+
+from headway.workers.generate.plan import Plan
+
+
+class Pages:
+    """The free list. `total` pages; `take` and `give` move them; `used` and `free` count them."""
+
+    def __init__(self, total: int) -> None:
+        self.total = total
+        self._free = list(range(total - 1, -1, -1))
+        self._taken = bytearray(total)
+
+    def __repr__(self) -> str:
+        return f"<Pages {self.used}/{self.total} used>"
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    @property
+    def used(self) -> int:
+        return self.total - len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """`count` pages that are now the caller's. There must be that many free."""
+        assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
+        cut = len(self._free) - count
+        taken, self._free[cut:] = self._free[cut:], []
+        for page in taken:
+            self._taken[page] = 1
+        return taken
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Return pages that `take` handed out, each once."""
+        for page in pages:
+            assert self._taken[page], f"page {page} returned twice"
+            self._taken[page] = 0
+        self._free.extend(pages)
+
+
+class PagedCache(Cache):
+    """Keys and values of all layers, [slots, heads, width] each, reached through the plan of the current step.
+
+    Shapes come from the model's first `update` (grouped heads and latent attention need no case of their own).
+    """
+
+    def __init__(self, slots: int) -> None:
+        super().__init__(layers=[])
+        self.slots = slots
+        self.plan: Plan | None = None
+        self.keys: dict[int, Any] = {}
+        self.values: dict[int, Any] = {}
+
+    @property
+    def bytes_per_token(self) -> int:
+        """What one token costs in all layers that have been seen."""
+        stores = [*self.keys.values(), *self.values.values()]
+        return sum(store.element_size() * store[0].numel() for store in stores)
+
+    def like(self, slots: int) -> "PagedCache":
+        """An empty cache of `slots` slots with this one's layers, allocated now so that it cannot fail later."""
+        other = PagedCache(slots)
+        for own, new in ((self.keys, other.keys), (self.values, other.values)):
+            for layer, store in own.items():
+                new[layer] = store.new_empty((slots, *store.shape[1:]))
+        return other
+
+    def update(self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **_kwargs: Any) -> tuple[Any, Any]:
+        """Write one layer's states [1, heads, tokens, width] and return what the plan reads, in the same layout."""
+        plan = self.plan
+        assert plan is not None, "no step is planned"
+        if layer_idx not in self.keys:
+            self._allocate(key_states, value_states, layer_idx)
+        keys, values = self.keys[layer_idx], self.values[layer_idx]
+        keys.index_copy_(0, plan.write, key_states[0].transpose(0, 1))
+        values.index_copy_(0, plan.write, value_states[0].transpose(0, 1))
+        if plan.read is None:  # only whole prompts: nothing older to read
+            return key_states, value_states
+        read_keys = keys.index_select(0, plan.read).transpose(0, 1)[None]
+        return read_keys, values.index_select(0, plan.read).transpose(0, 1)[None]
+
+    def _allocate(self, key_states: Any, value_states: Any, layer: int) -> None:
+        for states, stores in ((key_states, self.keys), (value_states, self.values)):
+            stores[layer] = states.new_empty((self.slots, states.shape[1], states.shape[3]))
+
+    # What a model asks of its cache before the first layer: positions are given by the plan, and no mask is built.
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:  # noqa: ARG002
+        return query_length, 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
+        return 0

@@ -1,0 +1,145 @@
+"""The plan of one step: which tokens run, where their keys and values go, and what each may look at.
+
+All tokens of a step lie in one row [1, T]: first one token for each decoding request, then the chunks of requests
+whose prompt is being read. Decode rows read a rectangle of slots, as wide as the longest of them; a shorter row is
+padded with its own first slot and masked there, so that no row ever touches a slot of another. Everything that is the
+same in all layers is computed here, once for each step, as tensors on the device.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+
+class Span(NamedTuple):
+    """One request's share of a step: `ids` run at positions `start`, `start + 1`, ...; `pages` hold its whole text.
+
+    `last`: whether these are all the tokens the request has so far, so that the next one can be chosen.
+    """
+
+    ids: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    last: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.ids)
+
+
+class Chunk(NamedTuple):
+    """Where a chunk lies: tokens [start, end) of the row, read slots [key_start, key_end) of what the cache returns."""
+
+    start: int
+    end: int
+    key_start: int
+    key_end: int
+
+    @property
+    def whole(self) -> bool:
+        """Nothing of this request came before: a plain causal prompt."""
+        return self.end - self.start == self.key_end - self.key_start
+
+
+class Plan:
+    """One step, ready for the model. Made from the decoding spans (one token each) and the prefilling ones, in order.
+
+    `flash`: read slots exactly, request after request, with cumulative lengths, as FlashAttention's varlen form wants
+    them, instead of the padded rectangle.
+    """
+
+    def __init__(
+        self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int, device: Any, *, flash: bool = False
+    ) -> None:
+        self.rows = len(decode)
+        self.width = max((span.end for span in decode), default=0)
+        self.flash = flash
+        self.device = device
+        self.layers = 0  # attention calls seen: proof of what ran
+        spans = [*decode, *prefill]
+        self.tokens = sum(len(span.ids) for span in spans)
+        write, read = _rectangle(decode, self.width, page_tokens, exact=flash) if decode else ([], [])
+        self.chunks = self._add_chunks(prefill, page_tokens, write, read)
+        self.ids = torch.tensor([[token for span in spans for token in span.ids]], device=device)
+        positions = [position for span in spans for position in range(span.start, span.end)]
+        self.positions = torch.tensor([positions], device=device)
+        self.write = torch.cat(write).to(device)
+        needs_read = bool(decode) or any(span.start for span in prefill)
+        self.read = torch.cat(read).to(device) if needs_read else None
+        self.lasts = torch.tensor(_lasts(spans), device=device)
+        self._ends = [span.end for span in decode]
+        self._masks: dict[tuple[int, int], Any] = {}
+        if flash:
+            self._add_lengths(spans)
+
+    def _add_chunks(self, prefill: Sequence[Span], page_tokens: int, write: list[Any], read: list[Any]) -> list[Chunk]:
+        chunks = []
+        at, key_at = self.rows, sum(len(part) for part in read)
+        for span in prefill:
+            slots = _slots(span, page_tokens)
+            write.append(slots[span.start :])
+            read.append(slots)
+            chunks.append(Chunk(at, at + len(span.ids), key_at, key_at + span.end))
+            at, key_at = at + len(span.ids), key_at + span.end
+        return chunks
+
+    def _add_lengths(self, spans: Sequence[Span]) -> None:
+        queries, keys = [len(span.ids) for span in spans], [span.end for span in spans]
+        self.queries_max, self.keys_max = max(queries), max(keys)
+        as_tensor = lambda counts: torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)  # noqa: E731
+        self.queries_at, self.keys_at = as_tensor(queries), as_tensor(keys)
+
+    def row_mask(self, window: int, dtype: Any) -> Any:
+        """What decode rows may see of their rectangle: [rows, 1, 1, width], 0 or -inf. `window` 0: everything."""
+        key = (-1, window)
+        if key not in self._masks:
+            ends = torch.tensor(self._ends, device=self.device)[:, None, None, None]
+            column = torch.arange(self.width, device=self.device)
+            seen = column < ends
+            self._masks[key] = _additive(seen & (column >= ends - window) if window else seen, dtype)
+        return self._masks[key]
+
+    def chunk_mask(self, index: int, window: int, dtype: Any) -> Any:
+        """What the tokens of chunk `index` may see of its request: [tokens, positions], 0 or -inf."""
+        key = (index, window)
+        if key not in self._masks:
+            chunk = self.chunks[index]
+            end = chunk.key_end - chunk.key_start
+            query = torch.arange(end - (chunk.end - chunk.start), end, device=self.device)[:, None]
+            column = torch.arange(end, device=self.device)
+            seen = column <= query
+            self._masks[key] = _additive(seen & (column > query - window) if window else seen, dtype)
+        return self._masks[key]
+
+
+def _slots(span: Span, page_tokens: int) -> Any:
+    """The slots of positions [0, end) of one request."""
+    pages = torch.tensor(span.pages)
+    return (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[: span.end]
+
+
+def _rectangle(decode: Sequence[Span], width: int, page_tokens: int, *, exact: bool) -> tuple[list[Any], list[Any]]:
+    """Slots that decode rows write (one each) and read (a rectangle, flattened; or, `exact`, without its padding)."""
+    across = -(-width // page_tokens)
+    table = torch.tensor([[*span.pages[:across], *([span.pages[0]] * (across - len(span.pages)))] for span in decode])
+    slots = (table[:, :, None] * page_tokens + torch.arange(page_tokens)).flatten(1)[:, :width]
+    position = torch.tensor([[span.start] for span in decode])
+    live = torch.arange(width) <= position
+    write = slots.gather(1, position)[:, 0]
+    read = slots[live] if exact else torch.where(live, slots, slots[:, :1]).flatten()
+    return [write], [read]
+
+
+def _lasts(spans: Sequence[Span]) -> list[int]:
+    """Indices into the row of the tokens after which a next one is chosen."""
+    lasts, at = [], 0
+    for span in spans:
+        at += len(span.ids)
+        if span.last:
+            lasts.append(at - 1)
+    return lasts
+
+
+def _additive(seen: Any, dtype: Any) -> Any:
+    return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, float("-inf"))
