@@ -4,9 +4,11 @@ Nothing here awaits a message from the socket. A callback of the event loop read
 what it finds into mailboxes, so no time-out or cancellation can ever take a message out of the socket and lose it. An
 answer whose id has no mailbox is counted and dropped.
 
-The socket is IMMEDIATE: libzmq queues only for a live connection. What it had in hand when a connection is lost is lost
-with it, so each request that was on the wire then ends as `unreachable`, and may be sent again under the same id (to
-the server it is another connection). What cannot be sent yet waits here; its deadline is stamped when it goes out.
+A connection that was lost is not revived by libzmq but replaced: what had come is read, what was still queued to go is
+thrown away with the old socket, and each request that was on its way ends as `unreachable`. It may then be sent again
+under the same id: to the server, the new socket is another client. (ZMQ_IMMEDIATE would also forget the queue, but it
+drops answers that have come and were not read yet.) What cannot be sent yet waits here, and its deadline is stamped
+when it goes.
 """
 
 import asyncio
@@ -23,7 +25,8 @@ from headway.scheduler.client_types import Counters
 from headway.scheduler.errors import HeadwayError
 
 TURN_MESSAGES_MAX = 256  # read in one go; then the loop may run others
-RECONNECT_MS_MAX = 2_000
+RECONNECT_MS = 100  # from a loss to the next attempt, and between attempts, at first;
+RECONNECT_MS_MAX = 2_000  # doubled each time up to this
 HEARTBEAT_MS = 5_000  # libzmq pings this often, so that a silent network is noticed,
 HEARTBEAT_LOST_MS = 20_000  # and takes the connection for lost after so long without any sign of life
 
@@ -116,20 +119,21 @@ class Socket:
         self._books = dict.fromkeys(("sent", "answered", "timed_out", "cancelled", "lost", "late"), 0)
         self._turn_due = False
         self.gone = anyio.Event()  # closed, for whoever waits for something else
+        self._curve_server_key = curve_server_key
         self._loop = asyncio.get_running_loop()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         try:
-            self._open(curve_server_key)
+            self._open()
         except zmq.ZMQError as error:
             self._context.destroy(linger=0)
             raise HeadwayError("unreachable", f"cannot connect to {endpoint!r}: {error}") from None
 
-    def _open(self, curve_server_key: bytes | None) -> None:
+    def _open(self) -> None:
         self._dealer = dealer = self._context.socket(zmq.DEALER)
         options: dict[int, Any] = {
             zmq.LINGER: 0,
-            zmq.IMMEDIATE: 1,
             zmq.IPV6: int("[" in self.endpoint),
+            zmq.RECONNECT_IVL: RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
             zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
             zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_LOST_MS,
@@ -137,13 +141,24 @@ class Socket:
         }
         for option, value in options.items():
             dealer.set(option, value)
-        if curve_server_key is not None:
+        if self._curve_server_key is not None:
             dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
-            dealer.curve_serverkey = curve_server_key
+            dealer.curve_serverkey = self._curve_server_key
         self._monitor = dealer.get_monitor_socket(_EVENTS)
         dealer.connect(self.endpoint)
+        self._reopening: asyncio.TimerHandle | None = None
         self._loop.add_reader(dealer.fileno(), self._turn)
         self._loop.add_reader(self._monitor.fileno(), self._turn)
+
+    def _shut(self) -> None:
+        if self._reopening is not None:
+            self._reopening.cancel()
+        if not self._dealer.closed:
+            self._loop.remove_reader(self._dealer.fileno())
+            self._loop.remove_reader(self._monitor.fileno())
+            self._dealer.disable_monitor()
+            self._monitor.close(linger=0)
+            self._dealer.close(linger=0)
 
     def close(self) -> None:
         """End what is live as cancelled, and give back every thread and file. Idempotent."""
@@ -153,9 +168,7 @@ class Socket:
         self.connected.set()  # wakes whoever waits for a connection; it looks for `closed`
         for mailbox in self._live.values():
             mailbox.put(HeadwayError("cancelled", "the client was closed while this request was running"), "cancelled")
-        self._loop.remove_reader(self._dealer.fileno())
-        self._loop.remove_reader(self._monitor.fileno())
-        self._dealer.disable_monitor()
+        self._shut()
         self._context.destroy(linger=0)
 
     @property
@@ -187,9 +200,10 @@ class Socket:
     def start(self, id_: str, message: wire.ClientMessage, expires_ns: int | None = None) -> Mailbox:
         """Send `message` as soon as can be. The mailbox must be given to `finish`, whatever happens."""
         assert id_ not in self._live, id_
+        self.check_open()
+        self._watch()  # first, so that a loss that libzmq has seen already does not hit what is sent after it
         mailbox = self._live[id_] = Mailbox(id_, message, expires_ns)
         self._unsent[id_] = None
-        self._watch()  # before a send, so that a loss already seen by libzmq never hits what is sent after it
         self._flush()
         return mailbox
 
@@ -209,11 +223,13 @@ class Socket:
 
     def ask_info(self) -> None:
         """Ask for fresh `info` without waiting for it."""
-        if not self.closed:
+        if self.connected.is_set() and not self.closed:
             self._try_send(wire.encode(wire.Info()))
 
     def _flush(self) -> None:
         """Send what waits, as far as the high-water mark allows; the rest goes when the socket says so."""
+        if not self.connected.is_set():
+            return
         while self._cancels and self._try_send(wire.encode(wire.Cancel(id=self._cancels[0]))):
             self._cancels.popleft()
         while self._unsent and not self._cancels:
@@ -238,7 +254,7 @@ class Socket:
     def _turn(self) -> None:
         """The socket or its monitor may have something. libzmq signals edges: stop only when both would block."""
         self._turn_due = False
-        if self.closed:
+        if self._dealer.closed:
             return
         self._read()
         self._watch()
@@ -276,13 +292,13 @@ class Socket:
 
     def _watch(self) -> None:
         """Take note of connections made and lost."""
-        while int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
+        while not self._monitor.closed and int(self._monitor.get(zmq.EVENTS)) & zmq.POLLIN:
             event = int(parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))["event"])
             if event == _UP:
                 self.connected.set()
                 if self.info is not None:  # it may be another server by now
                     self.ask_info()
-            elif event == _DOWN:
+            elif event == _DOWN and self.connected.is_set():
                 self._lost()
             else:
                 self._why = _WHY.get(event, self._why)
@@ -290,9 +306,10 @@ class Socket:
     def _lost(self) -> None:
         while self._read():  # what came before the end still counts
             pass
-        if self.connected.is_set():
-            self.connected = anyio.Event()
-            self._why = "the connection was lost and is not back yet"
+        self._shut()
+        self._reopening = self._loop.call_later(RECONNECT_MS / 1000, self._open)
+        self.connected = anyio.Event()
+        self._why = "the connection was lost and is not back yet"
         self._cancels.clear()  # the server ends what a vanished client wanted
         self._unsent.clear()  # they wait for a connection again, but not for ever
         for mailbox in self._live.values():

@@ -139,8 +139,8 @@ class Flight:
         )
 
     def fail(self, error: HeadwayError) -> None:
-        """The bad ending; what had been made so far goes with it."""
-        if self.out and error.partial is None:
+        """The bad ending; what had been made so far goes with it, unless the client does not read anyway."""
+        if self.out and error.code != "slow_reader":
             error.partial = {"text": self._flush(), "token_ids": self.out}
         self.reply(wire.error_message(self.message.id, error))
 

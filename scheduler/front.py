@@ -87,12 +87,8 @@ class Front:
 
     def receive(self) -> Iterator[tuple[int, wire.ClientMessage, Reply]]:
         """What clients ask, without blocking; what makes no sense is answered here."""
-        clients = self._clients
         for number, identity, frames in self.peers.receive():
-            client = clients.get(number)
-            if client is None:
-                client = clients[number] = Client(number, identity)
-                client.reply = partial(self._reply, client)
+            client = self._clients.get(number) or self._client(number, identity)
             try:
                 if len(frames) != 1:
                     raise HeadwayError("invalid_request", _frames(frames))
@@ -104,6 +100,20 @@ class Front:
                 self._refuse(client, frames, HeadwayError("slow_reader", "read the answers that are waiting first"))
                 continue
             yield number, message, client.reply
+
+    def renew(self, number: int) -> tuple[int, Reply]:
+        """If this client may be two connections under one name: the newer one's number and reply; else its own."""
+        renewed = self.peers.renew(number)
+        if renewed == number:
+            return number, self._clients[number].reply
+        return renewed, self._client(renewed, self._clients[number].identity).reply
+
+    def _client(self, number: int, identity: bytes) -> Client:
+        client = self._clients.get(number)
+        if client is None:
+            client = self._clients[number] = Client(number, identity)
+            client.reply = partial(self._reply, client)
+        return client
 
     def _refuse(self, client: Client, frames: list[bytes], error: HeadwayError) -> None:
         self.counters["bad_messages"] += error.code != "slow_reader"
@@ -135,9 +145,12 @@ class Front:
     # ------------------------------------------------------------ out
 
     def _reply(self, client: Client, message: wire.ServerMessage) -> None:
-        self._send(client, wire.encode(message))
+        if client.slow and type(message) is wire.Delta:  # its stream is about to end with slow_reader
+            self.counters["undelivered"] += 1
+        else:
+            self._send(client, wire.encode(message), delta=type(message) is wire.Delta)
 
-    def _send(self, client: Client, body: bytes, *, delimiter: bool = False) -> None:
+    def _send(self, client: Client, body: bytes, *, delta: bool = False, delimiter: bool = False) -> None:
         if client.number not in self._clients:
             self.counters["undelivered"] += 1
             return
@@ -147,7 +160,7 @@ class Front:
             return
         if client.bytes + len(body) > self._outbox_bytes_max:
             self._too_slow(client)
-            if client.bytes + len(body) > OVER_FACTOR * self._outbox_bytes_max:
+            if delta or client.bytes + len(body) > OVER_FACTOR * self._outbox_bytes_max:
                 self.counters["undelivered"] += 1
                 return
         client.outbox.append(body)

@@ -6,6 +6,8 @@ went away from one that is quiet, at once and without heartbeats, and a newcomer
 
 An identity that libzmq made up (it begins with a zero byte) belongs to one connection for ever, so only its first
 message is looked at. A name that the peer chose is looked at each time: the newest connection owns it (handover).
+One doubt remains: if a connection came and went between two looks and the next one has its descriptor, a message may be
+of either. Such a peer is `unsure`; its owner settles the doubt with `renew` when two requests contradict each other.
 """
 
 from collections.abc import Iterator
@@ -34,6 +36,8 @@ class Peers:
         self._fd_of: dict[int, tuple[int, int]] = {}
         self._at_fd: dict[int, int] = {}
         self._generation: dict[int, int] = {}
+        self._missed: set[int] = set()  # descriptors of connections that ended before any message was seen
+        self._unsure: set[int] = set()
         self._given = 0
 
     def __len__(self) -> int:
@@ -90,7 +94,20 @@ class Peers:
         self._identity_of[self._given] = identity
         self._fd_of[self._given] = here
         self._at_fd[here[0]] = self._given
+        if here[0] in self._missed:
+            self._missed.discard(here[0])
+            if identity[0]:
+                self._unsure.add(self._given)
         return self._given
+
+    def renew(self, number: int) -> int:
+        """A new number for an unsure peer, whose old one is gone with this; the same number for any other."""
+        if number not in self._unsure:
+            return number
+        identity, here = self._identity_of[number], self._fd_of[number]
+        self.taken_over.append(identity)
+        self._forget(number)
+        return self._meet(identity, here)
 
     def _forget(self, number: int) -> None:
         identity = self._identity_of.pop(number)
@@ -99,6 +116,7 @@ class Peers:
         fd, _ = self._fd_of.pop(number)
         if self._at_fd.get(fd) == number:
             del self._at_fd[fd]
+        self._unsure.discard(number)
         self.gone.append(number)
 
     def drop(self, number: int) -> None:
@@ -115,3 +133,5 @@ class Peers:
                 self._generation[fd] = self._generation.get(fd, 0) + 1
             elif fd in self._at_fd:
                 self._forget(self._at_fd[fd])
+            else:
+                self._missed.add(fd)

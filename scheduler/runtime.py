@@ -84,6 +84,9 @@ class Runtime:
         """A request is at the door: from here on it is ours, and `reply` gets exactly one result or error."""
         now_ns = clock.now_ns()
         key = (client, message.id)
+        if key in self._by_id and self.front is not None:
+            client, reply = self.front.renew(client)
+            key = (client, message.id)
         if key in self._by_id:
             self.counters["refused.duplicate_id"] += 1
             text = f"a request with id {message.id!r} of this client is still live"

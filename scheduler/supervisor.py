@@ -151,7 +151,7 @@ class Supervisor:
         for slot in self.slots:
             if slot.process is None:
                 continue
-            if at_once:
+            if at_once or not slot.ready_ns:  # one that still loads has nothing to finish, and hears nothing
                 slot.process.kill()
             try:
                 slot.process.wait(GRACE_S)

@@ -14,6 +14,7 @@ from headway.scheduler.runtime import Runtime
 from headway.scheduler.spec import ModelSpec, PolicySpec, ServerSpec
 
 ANSWER_MS = 20_000
+SPEC_KEYS = ("workers", "max_batch", "max_num_seqs", "max_input_tokens")
 
 
 class Raw:
@@ -65,8 +66,10 @@ class Raw:
 
     def status(self) -> dict[str, Any]:
         self.send(type="status", id="?", batches=256)
+        kept: list[dict[str, Any]] = []
         while (message := self.receive())["type"] != "status":
-            self._kept.append(message)
+            kept.append(message)
+        self._kept = kept + self._kept
         return message
 
     def wait_ready(self, workers: int = 1) -> None:
@@ -97,8 +100,8 @@ class Live:
 
 
 def echo(name: str = "echo", **options: Any) -> ModelSpec:
-    """An echo model; `workers`, `max_batch` and `max_num_seqs` are the spec's own."""
-    keys = {key: options.pop(key) for key in ("workers", "max_batch", "max_num_seqs") if key in options}
+    """An echo model; SPEC_KEYS are the spec's own."""
+    keys = {key: options.pop(key) for key in SPEC_KEYS if key in options}
     return ModelSpec(name=name, engine="echo", options=options, **keys)
 
 

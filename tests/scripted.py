@@ -8,13 +8,18 @@ import asyncio
 import contextlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import anyio
 import anyio.to_thread
 import msgpack
+import pytest
 import zmq
+
+from headway.scheduler.client import Stream
+from headway.scheduler.client_types import Counters
+from headway.scheduler.errors import HeadwayError
 
 Message = dict[str, Any]
 WAIT_S = 10  # a test that waits longer for something has failed
@@ -72,6 +77,32 @@ def echo(reply: Reply, message: Message) -> None:
     """Answer a prompt with itself."""
     if message["type"] == "generate":
         reply.text(message["prompt"])
+
+
+def silent(_reply: Reply, _message: Message) -> None:
+    """Never answer."""
+
+
+def letters(reply: Reply, message: Message) -> None:
+    """Stream a prompt's characters; without the last ones if it says so."""
+    if message["type"] != "generate":
+        return
+    text = message["prompt"]
+    for seq, letter in enumerate(text.rstrip(".")):
+        reply.send("delta", seq=seq, token_ids=list(letter.encode()), text=letter)
+    if not text.endswith("."):
+        reply.text(text)
+
+
+def failing_first(times: int, code: str = "queue_full", **fields: Any) -> Script:
+    """Fail so often with a retryable error, then answer."""
+    left = iter(range(times))
+
+    def script(reply: Reply, message: Message) -> None:
+        if message["type"] == "generate":
+            reply.text("ok") if next(left, None) is None else reply.error(code, retryable=True, **fields)
+
+    return script
 
 
 class Scripted:
@@ -178,3 +209,20 @@ def held() -> tuple[int, int]:
 def given_back(before: tuple[int, int]) -> bool:
     """Whether no more is held than before. Asked a few times: a thread that was joined is listed a moment longer."""
     return any(now[0] <= before[0] and now[1] <= before[1] for now in (held() for _ in range(5_000)))
+
+
+async def failing(work: Awaitable[object]) -> HeadwayError:
+    """How the work fails."""
+    with pytest.raises(HeadwayError) as caught:
+        await work
+    return caught.value
+
+
+async def leave_at_end(stream: Stream) -> None:
+    async for _ in stream:
+        pass
+
+
+def balanced(books: Counters) -> bool:
+    """Whether each request that was sent has one ending, or none yet."""
+    return books.sent == books.answered + books.timed_out + books.cancelled + books.lost + books.live

@@ -295,7 +295,9 @@ def test_five_hundred_answers_wait_for_a_client_that_does_not_read() -> None:
 
 
 def test_a_reader_too_slow_for_its_outbox_loses_its_work_and_is_told() -> None:
-    with live(echo("stream", mode="iteration"), policy=PolicySpec(window="greedy"), send_hwm=1, outbox_mib=1) as server:
+    with live(
+        echo("stream", mode="iteration"), policy=PolicySpec(window="greedy"), send_hwm=50, outbox_mib=1
+    ) as server:
         slow, other = server.client(hwm=1), server.client()
         for number in range(20):
             slow.send(
@@ -334,7 +336,7 @@ def test_one_bad_item_in_a_batch_of_eight_fails_alone(place: int) -> None:
                 assert "BAD" in ending["message"]
             else:
                 assert ending["value"] == f"ok{number}"
-        assert [batch["size"] for batch in client.status()["batches"]][:2] == [1, 8]
+        assert max(batch["size"] for batch in client.status()["batches"]) >= 8
 
 
 def test_a_killed_worker_is_replaced_and_its_requests_run_again() -> None:

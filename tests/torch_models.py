@@ -170,3 +170,10 @@ def drive(
         answers.take(subject.step())
         assert len(answers.steps) < 5000, "no end in sight"
     return answers
+
+
+def expect_solo(answers: Answers, wanted: Sequence[Wanted], name: str = "llama") -> None:
+    """All greedy answers are those of the oracle, to their full length."""
+    for rid, (ids, params) in enumerate(wanted):
+        assert answers.tokens[rid] == solo(name, ids, params.max_new_tokens), f"request {rid}"
+        assert answers.rows[rid].finish == "length"

@@ -101,6 +101,7 @@ class Heart:
         self._wake.set()
 
     def _run(self) -> None:
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))  # they must wake the main thread
         try:
             self._live()
         except BaseException:

@@ -42,8 +42,8 @@ DRAIN_NS_MAX = 30 * NS_PER_S  # a worker stopped by hand: new work never ends, s
 LINGER_MS = 2000  # last reports and the Bye of an orderly end
 
 EXIT_LEFT = 0
-EXIT_BROKEN = 1  # the engine raised
-EXIT_CANNOT_LOAD = 2
+EXIT_BROKEN = 1  # the engine raised, in a step or while it loaded
+EXIT_CANNOT_LOAD = 2  # as asked it cannot be made; the text says what to change
 EXIT_TOLD_TWICE = 5  # a second signal: at once, whatever runs
 
 _MODULES = {
@@ -162,8 +162,8 @@ class Worker:
         return True
 
     def _send(self, line: Line, report: Report) -> None:
-        self._settle(report)
         body, cut = pack(report, verify=self._verify)
+        self._settle(report)
         for batch, rid in cut:
             self._log.error("a result of batch %d cannot be sent; request %d ends with an error", batch, rid)
             self._engine.cancel(batch, [rid])
@@ -279,7 +279,7 @@ def run_worker(
 
     With `parent_pid` the worker belongs to that process: it dies with it, and leaves SIGINT and SIGTERM to it. Without,
     the first signal drains and the second ends. `curve`: the scheduler's public key (Z85), if it uses CURVE. Exit
-    codes: 0 told to leave, 1 the engine broke, 2 it could not be built, 3 orphaned, 4 no heartbeat, 5 a second signal.
+    codes: 0 told to leave, 1 the engine broke, 2 it cannot be made as asked, 3 orphaned, 4 no heartbeat, 5 told twice.
     """
     log = _Prefixed(logging.getLogger("headway.worker"), {"name": name.replace("%", "%%")})
     if parent_pid is not None:
@@ -294,22 +294,23 @@ def run_worker(
     heart.start()  # before the model loads: an orphan must not finish loading
     try:
         engine = _loaded(spec, log)
-        return EXIT_CANNOT_LOAD if engine is None else _work(engine, heart, context, connect, spec, name, curve, log)
+        return engine if isinstance(engine, int) else _work(engine, heart, context, connect, spec, name, curve, log)
     finally:
         heart.stop()
         context.term()
 
 
-def _loaded(spec: ModelSpec, log: Log) -> Engine | None:
+def _loaded(spec: ModelSpec, log: Log) -> Engine | int:
+    """The engine, or the exit code: EXIT_CANNOT_LOAD says that trying again does not help."""
     began_ns = now_ns()
     try:
         engine = make_engine(spec)
     except (CannotLoad, pydantic.ValidationError) as error:  # their text says it all
         log.error("cannot load engine %r: %s", spec.engine, error)
-        return None
-    except Exception:
+        return EXIT_CANNOT_LOAD
+    except Exception:  # a device still full, a disk not yet there
         log.error("cannot load engine %r", spec.engine, exc_info=True)
-        return None
+        return EXIT_BROKEN
     log.info("loaded engine %r in %d ms: %s", spec.engine, (now_ns() - began_ns) // NS_PER_MS, engine.card.facts)
     return engine
 
