@@ -15,8 +15,9 @@ DEAD_MIN = 64  # dead heap entries that are not worth a rebuild
 
 
 class Request(Struct, gc=False, eq=False):
-    """The core's side of one request. `key`: due time; `order` breaks ties; `batch`: 0 unless running; `seq`: counts its
-    stays in the queue, so that what an earlier stay left behind in a heap is known as dead.
+    """The core's side of one request. `key`: due time; `order` breaks ties; `batch`: 0 unless running.
+
+    `seq` counts its stays in the queue, so that what an earlier stay left behind in a heap is known as dead.
 
     `suspect`: it was running when its worker or batch died, so it runs on trial, alone, until it has shown otherwise.
     """

@@ -17,7 +17,7 @@ import msgspec
 
 from headway.scheduler import client_types, clock, wire
 from headway.scheduler.client_call import Call, Stream
-from headway.scheduler.client_socket import Socket
+from headway.scheduler.client_socket import Line, Socket
 from headway.scheduler.client_types import (
     Classification,
     Counters,
@@ -79,7 +79,7 @@ class Client:
         self._timeout_ms = TIMEOUT_MS if timeout_ms is None else timeout_ms
         self._key = curve_server_key.encode() if isinstance(curve_server_key, str) else curve_server_key
         self._concurrency = concurrency
-        self._socket: Socket | None = None
+        self._socket: Line | None = None
         self._prefix = os.urandom(6).hex()
         self._count = 0
         self._limiters: dict[tuple[str, str], anyio.CapacityLimiter] = {}
@@ -188,7 +188,7 @@ class Client:
     # ------------------------------------------------------------ inside
 
     @property
-    def socket(self) -> Socket:
+    def socket(self) -> Line:
         if self._socket is None:
             raise RuntimeError("the client is not open; use it inside `async with Client(...) as client:`")
         self._socket.check_open()

@@ -14,7 +14,7 @@ from typing import Protocol, Self
 import anyio
 
 from headway.scheduler import clock, wire
-from headway.scheduler.client_socket import Mailbox, Socket
+from headway.scheduler.client_socket import Line, Mailbox
 from headway.scheduler.client_types import Delta, Generation, generation_of
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.retry import Retry
@@ -29,7 +29,7 @@ class Host(Protocol):
     def retry(self) -> Retry: ...
 
     @property
-    def socket(self) -> Socket: ...
+    def socket(self) -> Line: ...
 
     async def ready(self, request: wire.Request) -> anyio.CapacityLimiter | None:
         """Wait for a connection; the limiter of the request's model, or None if it has none."""

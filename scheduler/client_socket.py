@@ -13,7 +13,7 @@ when it goes.
 
 import asyncio
 from collections import deque
-from typing import Any, get_args
+from typing import Any, Protocol, get_args
 
 import anyio
 import msgspec
@@ -41,7 +41,7 @@ _WHY: dict[int, str] = {
 }
 _UP, _DOWN = zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
 _EVENTS = sum({*map(int, _WHY), int(_UP), int(_DOWN)})  # distinct bits
-_QUESTIONS = (wire.Ping, wire.Info, wire.Status)  # no deadline, no cancel, not in the books
+QUESTIONS = (wire.Ping, wire.Info, wire.Status)  # no deadline, no cancel, not in the books
 
 
 _KNOWN = frozenset(kind.__struct_config__.tag for kind in get_args(wire.ServerMessage))
@@ -70,7 +70,7 @@ class Mailbox:
 
     @property
     def booked(self) -> bool:
-        return self.on_wire and not isinstance(self.message, _QUESTIONS)
+        return self.on_wire and not isinstance(self.message, QUESTIONS)
 
     def put(self, answer: Answer, ending: str = "answered") -> bool:
         """Whether it was taken: a server that goes on after an ending is out of order, and the first ending counts."""
@@ -92,13 +92,44 @@ class Mailbox:
     def take_now(self) -> Answer | None:
         return self._waiting.popleft() if self._waiting else None
 
-    def encoded(self) -> bytes:
+    def stamped(self) -> wire.ClientMessage:
         """The message with the time that is left now."""
         message = self.message
         if self.expires_ns is not None and isinstance(message, wire.Request):
             left_ms = -(-(self.expires_ns - clock.now_ns()) // clock.NS_PER_MS)
             message = msgspec.structs.replace(message, deadline_ms=left_ms)
-        return wire.encode(message)
+        return message
+
+
+class Line(Protocol):
+    """The way to a scheduler: a socket to a server, or a scheduler in this process.
+
+    `start` takes a message and returns its mailbox, which must be given to `finish` whatever happens. `connected` and
+    `gone` are set once there is a connection, and once the line is closed.
+    """
+
+    endpoint: str
+    connected: anyio.Event
+    gone: anyio.Event
+    info: wire.InfoReply | None
+    info_ns: int
+
+    @property
+    def counters(self) -> Counters: ...
+
+    def check_open(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    async def until_connected(self, timeout_ms: int) -> None: ...
+
+    def unreachable(self, what: str) -> HeadwayError: ...
+
+    def start(self, id_: str, message: wire.ClientMessage, expires_ns: int | None = None) -> Mailbox: ...
+
+    def finish(self, mailbox: Mailbox, timed_out: bool = False) -> None: ...
+
+    def ask_info(self) -> None: ...
 
 
 class Socket:
@@ -235,7 +266,7 @@ class Socket:
         while self._unsent and not self._cancels:
             id_ = next(iter(self._unsent))
             mailbox = self._live[id_]
-            if not self._try_send(mailbox.encoded()):
+            if not self._try_send(wire.encode(mailbox.stamped())):
                 break
             del self._unsent[id_]
             mailbox.on_wire = True

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anyio
 import zmq
 
 from headway.scheduler import actions as act
@@ -372,16 +373,16 @@ class Runtime:
 
     # ------------------------------------------------------------ the end
 
-    def close(self, *, at_once: bool = False) -> None:
-        """End the workers, release sockets, threads and files. Blocks for at most a few seconds."""
-        self.supervisor.stopping = True
-        self.hub.broadcast(link.Stop(drain=False))
-        for unwatch in self._unwatch:
-            unwatch()
-        self.door.close()
-        self.supervisor.stop(at_once=at_once)
-        self.hub.close()
-        self._release()
+    async def close(self, *, at_once: bool = False) -> None:
+        """End the workers, release sockets, threads and files. Takes at most a few seconds; cannot be cancelled."""
+        with anyio.CancelScope(shield=True):
+            for unwatch in self._unwatch:
+                unwatch()
+            self.hub.broadcast(link.Stop(drain=False))
+            await self.supervisor.stop(at_once=at_once)
+            self.door.close()
+            self.hub.close()
+            self._release()
 
     def _release(self) -> None:
         if self.front is not None:

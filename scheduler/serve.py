@@ -58,7 +58,7 @@ async def serve(spec: ServerSpec, *, started: Started | None = None) -> int:
             await runtime.run()
             tasks.cancel_scope.cancel()
     finally:
-        runtime.close(at_once=signals > 1)
+        await runtime.close(at_once=signals > 1)
     if signals > 1:
         return EXIT_INTERRUPTED
     return EXIT_NO_WORKER if runtime.failed and not signals else EXIT_OK

@@ -12,6 +12,8 @@ import sys
 from dataclasses import dataclass
 from itertools import count
 
+import anyio
+
 from headway.scheduler.clock import NS_PER_MS, NS_PER_S
 from headway.scheduler.spec import ModelSpec, ServerSpec
 
@@ -22,6 +24,7 @@ PAUSE_NS, PAUSE_NS_MAX = 500 * NS_PER_MS, 30 * NS_PER_S  # before a restart: dou
 SETTLED_NS = 60 * NS_PER_S  # a worker that served this long has its restarts forgotten
 CANNOT_LOAD = 2  # a worker's exit code for what a restart does not mend
 GRACE_S = 5.0  # for workers to leave when told, before they are killed
+LOOK_S = 0.01
 
 
 @dataclass(slots=True)
@@ -145,18 +148,20 @@ class Supervisor:
             if slot.process is not None and slot.pid == pid:
                 slot.process.kill()
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """Wait for the processes to leave, as they were told to; kill those that do not. Blocks up to GRACE_S."""
+    async def stop(self, *, at_once: bool = False) -> None:
+        """Wait for the processes to leave, as they were told to; kill those that have not after GRACE_S."""
         self.stopping = True
-        for slot in self.slots:
-            if slot.process is None:
-                continue
+        left = [(slot, slot.process) for slot in self.slots if slot.process is not None]
+        for slot, process in left:
             if at_once or not slot.ready_ns:  # one that still loads has nothing to finish, and hears nothing
-                slot.process.kill()
-            try:
-                slot.process.wait(GRACE_S)
-            except subprocess.TimeoutExpired:
+                process.kill()
+        for _ in range(int(GRACE_S / LOOK_S)):
+            if all(process.poll() is not None for _, process in left):
+                break
+            await anyio.sleep(LOOK_S)
+        for slot, process in left:
+            if process.poll() is None:
                 log.warning("worker %s does not leave; it is killed", slot.name)
-                slot.process.kill()
-                slot.process.wait()
+                process.kill()
+            process.wait()
             slot.process = None

@@ -12,6 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from headway.scheduler import payload
 from headway.scheduler.errors import CODES, HeadwayError
 
 PROTOCOL = 1
@@ -28,7 +29,7 @@ LOGIT_BIAS_MAX = 1024
 NEW_TOKENS_MAX = 1 << 17
 DEADLINE_MS_MAX = 24 * 3600 * 1000  # a day: past that a deadline means nothing
 PRIORITY_MAX = 10  # one step of priority is worth one second of waiting
-DEPTH_MAX = 16  # nesting of a `call` payload
+DEPTH_MAX = payload.DEPTH_MAX  # nesting of a `call` payload
 BATCHES_SHOWN_MAX = 256  # batch records a status answer may carry
 QUOTE_CHARS_MAX = 256  # of a message's own words in an error: an unknown field's name may be megabytes long
 TEXT_BYTES_PER_TOKEN_MAX = 32  # text longer than this x the model's limit is refused before it is tokenised
@@ -279,6 +280,7 @@ LIMITS: dict[str, int] = {
     "deadline_ms_max": DEADLINE_MS_MAX,
     "priority_max": PRIORITY_MAX,
     "depth_max": DEPTH_MAX,
+    "values_max": payload.VALUES_MAX,
     "batches_shown_max": BATCHES_SHOWN_MAX,
     "text_bytes_per_token_max": TEXT_BYTES_PER_TOKEN_MAX,
 }
@@ -335,37 +337,14 @@ def _check_version(version: int | None) -> None:
 
 
 def _check_payload(raw: msgspec.Raw) -> None:
-    """Only plain values, no nesting past DEPTH_MAX, in a value that is otherwise passed on unread."""
-    view = memoryview(raw)
-    if len(view) and view[0] <= 0x7F:  # a small integer: nothing to look into
+    """Only plain values within the limits, in a value that is otherwise passed on unread."""
+    data = bytes(raw)
+    if len(data) == 1 and data[0] <= 0x7F:  # a small integer: nothing to look into
         return
     try:
-        value = msgspec.msgpack.decode(view, ext_hook=_no_ext)
-    except (msgspec.MsgspecError, RecursionError, ValueError, OverflowError, TypeError) as error:
-        raise HeadwayError("invalid_request", f"payload: {error}", field="payload") from None
-    _check_plain(value, 1)
-
-
-def _no_ext(code: int, _data: memoryview) -> None:
-    raise ValueError(f"extension type {code} is not accepted; send plain msgpack values")
-
-
-_LEAVES = frozenset({type(None), bool, int, float, str, bytes})
-
-
-def _check_plain(value: object, depth: int) -> None:
-    if type(value) in _LEAVES:
-        return
-    if not isinstance(value, (list, dict)):  # a timestamp: the decoder knows that extension by itself
-        raise HeadwayError("invalid_request", "payload: extension type -1 is not accepted", field="payload")
-    if depth > DEPTH_MAX:
-        raise HeadwayError("invalid_request", f"payload is nested deeper than {DEPTH_MAX}", field="payload")
-    if isinstance(value, dict):
-        if not all(type(key) is str or type(key) is int for key in value):
-            raise HeadwayError("invalid_request", "payload: map keys are text or integers", field="payload")
-        value = list(value.values())
-    for item in value:
-        _check_plain(item, depth + 1)
+        payload.check(data)
+    except payload.NotPlainError as error:
+        raise HeadwayError("invalid_request", f"payload {error}", field="payload") from None
 
 
 def _refusal(text: str) -> HeadwayError:

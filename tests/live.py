@@ -125,7 +125,7 @@ def live(*models: ModelSpec, policy: PolicySpec | None = None, ready: bool = Tru
             started.set()
             await runtime.run()
         finally:
-            runtime.close()
+            await runtime.close()
 
     def body() -> None:
         try:
