@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+from rich import box
 from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
@@ -94,7 +95,7 @@ def _screen(lines: list[Line]) -> Group:
     table.add_column("TTFT ms", justify="right")
     table.add_column("state")
     for line in lines:
-        shown = " ".join(line.answer.split())[-ANSWER_CHARS:]
+        shown = " ".join(line.answer.split())[:ANSWER_CHARS]
         ttft = f"{line.timing.ttft_ms:.0f}" if line.timing and line.timing.ttft_ms else ""
         table.add_row(Text(line.question), Text(shown), ttft, line.state)
     return Group(table)
@@ -154,9 +155,10 @@ async def _wait_for_model(client: Client, server: "subprocess.Popen[bytes]", con
 
 def batch_table(batches: list[dict[str, Any]]) -> Table:
     """What the scheduler did, a batch a row."""
-    table = Table(title="batches: what ran together, and why then")
-    for name in ("batch", "lane", "size", "running", "why launched", "waited ms", "TTFT ms", "tokens", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("lane", "why launched") else "right")
+    table = Table(title="batches: what ran together, and why then", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("#", "lane", "size", "running", "why launched", "wait ms", "TTFT ms", "tokens", "tok/s"):
+        text = name in ("lane", "why launched")
+        table.add_column(name, justify="left" if text else "right", no_wrap=True)
     for row in batches:
         table.add_row(
             str(row["batch"]),
@@ -181,7 +183,7 @@ async def _show(address: str, server: "subprocess.Popen[bytes]", lines: list[Lin
     tokens = sum(line.tokens for line in lines)
     console.print(
         f"{len(lines)} requests, {tokens} tokens in {took_s:.1f} s: {tokens / took_s:.1f} tokens/s. "
-        f"A batch's requests join those already running at the next step; `running` counts both."
+        "A batch's requests join those that run already at the next step; `running` counts both."
     )
     bad = [line for line in lines if line.state not in ("stop", "length")]
     return 4 if bad else 0

@@ -206,14 +206,15 @@ class Core:
         worker.failures += 1
         self.counters["batches_failed"] += 1
         rids = [rid for rid in event.rids if rid in batch.rids] if event.rids else list(batch.rids)
+        alone = len(batch.rids) == 1
         for rid in rids:
             service.fleet.vacate(worker, batch, rid)
             request = self.book.current(rid, batch.batch)
             if request is None:
                 continue
-            if len(rids) == 1:
+            if request.suspect or (alone and not worker.iteration):
                 self._end(request, "fail", event.code, event.message)
-            else:  # the culprit is unknown: each runs once more, alone
+            else:  # the culprit is unknown: each runs once more, alone or on trial
                 self._requeue(request)
 
     def _step_done(self, event: ev.StepDone, now_ns: int) -> None:

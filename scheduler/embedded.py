@@ -1,4 +1,4 @@
-"""The scheduler inside your own program: `async with headway.Scheduler(model="smollm2") as s: await s.generate("Once")`.
+"""The scheduler inside your own program: `async with Scheduler("smollm2") as s: await s.generate("Once upon")`.
 
 The same core, runtime and worker processes as the server, and the same methods as the client; between caller and
 scheduler there is no socket, only method calls in one event loop. Cancelling the caller cancels the request. Nothing

@@ -50,13 +50,27 @@ def test_a_step_reports_what_it_did() -> None:
     subject = tiny.engine(step_tokens=40)
     subject.add(1, tiny.items([(PROMPT * 10, Params(max_new_tokens=2)), (PROMPT, Params(max_new_tokens=2))]))
     first, second, third = (subject.step()[0] for _ in range(3))
-    assert [step.tokens for step in (first, second, third)] == [40, 37, 2]
-    assert [len(step.rows) for step in (first, second, third)] == [0, 2, 2]
-    assert [step.running for step in (first, second, third)] == [2, 2, 0]
-    assert [step.kv_used for step in (first, second, third)] == [80, 80, 0]
+    assert [step.tokens for step in (first, second, third)] == [40, 38, 1]
+    assert [len(step.rows) for step in (first, second, third)] == [1, 2, 1]
+    assert [step.running for step in (first, second, third)] == [2, 1, 0]
+    assert [step.kv_used for step in (first, second, third)] == [80, 72, 0]
     assert min(step.compute_ns for step in (first, second, third)) > 0
     assert not subject.busy
     assert subject.step() == []
+
+
+def test_a_long_prompt_neither_holds_up_the_short_ones_nor_is_held_up_by_them() -> None:
+    subject = tiny.engine(step_tokens=16)
+    subject.add(1, tiny.items([(PROMPT * 16, Params(max_new_tokens=1))]))
+    first: dict[int, int] = {}
+    for step in range(60):
+        if step < 40:  # a short prompt comes with every step, for ever as it were
+            subject.add(2 + step, tiny.items([(PROMPT, Params(max_new_tokens=1))], first=1 + step))
+        for row in [row for report in subject.step() for row in report.rows]:
+            first.setdefault(row.rid, step)
+    waits = [first[1 + step] - step for step in range(40)]
+    assert max(waits) <= 1
+    assert first[0] <= len(PROMPT * 16) * 4 // 16 + 1  # a quarter of the budget at least
 
 
 def test_work_goes_on_after_tokens_made_elsewhere() -> None:
@@ -271,14 +285,14 @@ def test_a_fault_in_a_step_fails_those_in_it_and_the_engine_goes_on(
 ) -> None:
     subject = tiny.engine(step_tokens=20)
     failing(subject, monkeypatch, 1, error)
-    long = [(PROMPT * 5, Params(max_new_tokens=4)), (PROMPT, Params(max_new_tokens=4))]
+    long = [(PROMPT * 5, Params(max_new_tokens=4)), (PROMPT * 6, Params(max_new_tokens=4))]
     subject.add(1, tiny.items([(PROMPT, Params(max_new_tokens=9))]))
     subject.add(2, tiny.items(long, first=1))  # request 2 is not reached by the budget of the failing step
     answers = tiny.drive(subject)
     assert [(one.batch, one.rids, one.code) for one in answers.failed] == [(1, [0], code), (2, [1], code)]
     assert str(error) in answers.failed[0].message
     assert answers.failed[0].compute_ns > 0
-    assert answers.tokens[2] == tiny.solo("llama", PROMPT, 4)
+    assert answers.tokens[2] == tiny.solo("llama", PROMPT * 6, 4)
     assert subject._pages.used == 0
     wanted = tiny.requests(4)
     tiny.expect_solo(tiny.drive(subject, wanted), wanted)

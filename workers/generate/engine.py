@@ -1,10 +1,10 @@
 """Iteration-level generation: requests join and leave between steps, all tokens of a step go through one forward.
 
 A step gives pages to those who run, oldest first, then starts who waits, in order of arrival, then runs one token of
-each decoding request and, with what is left of the token budget, chunks of prompts. When pages run out the youngest is
-preempted: its pages go to an older one, it waits at the head of the queue, and later reads its text so far again. The
-oldest can therefore always go on, and a request that could not even alone is refused when it comes; so nothing is ever
-lost or stuck. A fault in a forward ends only the requests that were in it.
+each decoding request and, with what is left of the token budget, chunks of prompts, short ones first. When pages run
+out the youngest is preempted: its pages go to an older one, it waits at the head of the queue, and later reads its text
+so far again. The oldest can therefore always go on, and a request that could not even alone is refused when it comes;
+so nothing is ever lost or stuck. A fault in a forward ends only the requests that were in it.
 """
 
 import logging
@@ -29,6 +29,8 @@ from headway.workers.oneshot import code_of, text_of
 from headway.workers.packaged import LoadError
 
 log = logging.getLogger("headway.worker")
+
+OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a step's token budget
 
 
 class GenerateEngine:
@@ -219,15 +221,22 @@ class GenerateEngine:
     # ------------------------------------------------------------ a step
 
     def _shares(self) -> list[tuple[Request, int]]:
-        """Who runs how many tokens: every decoding request one, then prompts in order while the budget lasts."""
+        """Who runs how many tokens: every decoding request one, then prompts while the budget lasts.
+
+        The prompt with the least left to read goes first, so that a long one does not hold up the short ones behind it;
+        the oldest has OLDEST_SHARE of the budget for its own, so that they do not hold it up for ever.
+        """
         decoding = [(request, 1) for request in self._running if request.pending == 1]
+        reading = [request for request in self._running if request.pending > 1]
+        if not reading:
+            return decoding
         budget = max(1, self._spec.step_tokens - len(decoding))  # a prompt always goes on, if by one token
-        reading = []
-        for request in self._running:
-            if request.pending > 1 and budget:
-                reading.append((request, min(budget, request.pending)))
-                budget -= reading[-1][1]
-        return decoding + reading
+        shares = {id(request): 0 for request in reading}
+        for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
+            taken = min(most, budget, request.pending - shares[id(request)])
+            shares[id(request)] += taken
+            budget -= taken
+        return decoding + [(request, shares[id(request)]) for request in reading if shares[id(request)]]
 
     def _forward(self, shares: Sequence[tuple[Request, int]]) -> list[int | None]:
         """The next token of each share that completes its request's text so far."""
@@ -290,6 +299,10 @@ class GenerateEngine:
             tokenizer=loaded.tokenizer,
             facts=facts,
         )
+
+
+def _shortest_first(reading: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
+    return [(request, budget) for request in sorted(reading, key=lambda request: request.pending)]
 
 
 def _ready(shares: Sequence[tuple[Request, int]], spans: Sequence[Span]) -> list[Request]:
