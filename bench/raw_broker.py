@@ -8,6 +8,7 @@ between broker and worker. No checks, no limits, no deadlines, no errors: a brok
 
 import multiprocessing
 import os
+import signal
 import sys
 from typing import Any
 
@@ -21,6 +22,7 @@ decode = msgspec.msgpack.decode
 
 def worker(address: str) -> None:
     """Answer each batch with itself."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     socket = zmq.Context().socket(zmq.DEALER)
     socket.connect(address)
     socket.send(b"")
@@ -40,7 +42,8 @@ def _drain(socket: "zmq.Socket[bytes]", most: int) -> list[list[bytes]]:
 
 
 def broker(address: str) -> None:
-    """Pass requests to one worker and answers back, for ever."""
+    """Pass requests to one worker and answers back, until SIGTERM; the worker ends with it."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     back_address = f"ipc://@headway-raw-broker-{os.getpid()}"
     context = zmq.Context()
     front, back = context.socket(zmq.ROUTER), context.socket(zmq.ROUTER)

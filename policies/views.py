@@ -58,14 +58,23 @@ class Window(Protocol):
     def __call__(self, view: LaneView, now_ns: int) -> Launch | Wait: ...
 
 
-class Arrival(NamedTuple):
-    """A request at the door."""
+class Arrival(Protocol):
+    """A request at the door. The core hands in its own Submit event; only this much of it is a policy's to see."""
 
-    tokens: int
-    max_new: int
-    priority: int
-    deadline_ns: int | None
-    tenant: str
+    @property
+    def tokens(self) -> int: ...
+
+    @property
+    def max_new(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def deadline_ns(self) -> int | None: ...
+
+    @property
+    def tenant(self) -> str: ...
 
 
 class DoorView(NamedTuple):

@@ -97,7 +97,10 @@ class Book:
         """A request was admitted, and waits."""
         assert request.rid not in self.live, f"request id {request.rid} is given twice"
         self.live[request.rid] = request
-        self.clients.setdefault(request.client, {})[request.rid] = None
+        mine = self.clients.get(request.client)
+        if mine is None:
+            mine = self.clients[request.client] = {}
+        mine[request.rid] = None
 
     def run(self, request: Request, batch: int) -> None:
         """It is in a batch now."""

@@ -99,8 +99,7 @@ class Core:
     def _submit(self, event: ev.Submit, now_ns: int) -> None:
         self.counters["received"] += 1
         service = self._service(event.model, event.kind, now_ns)
-        arrival = Arrival(event.tokens, event.max_new, event.priority, event.deadline_ns, event.tenant)
-        refusal = self._refusal(service, arrival, now_ns)
+        refusal = self._refusal(service, event, now_ns)
         if refusal is not None:
             self.counters[f"refused.{refusal.code}"] += 1
             self._out.append(act.Refuse(event.rid, refusal.code, refusal.message, refusal.retry_after_ms))
@@ -115,7 +114,7 @@ class Core:
             max_new=event.max_new,
             deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
             arrived_ns=now_ns,
-            key=self.policies.order(arrival, now_ns),
+            key=self.policies.order(event, now_ns),
             order=self._order,
         )
         self.book.enter(request)
@@ -423,7 +422,7 @@ class Core:
     ) -> None:
         """The one ending of a request that is in no lane any more."""
         self.book.end(request, event)
-        self.counters[f"ended.{code or 'ok'}"] += 1
+        self.counters[f"ended.{code}" if code else "ended.ok"] += 1
         self._out.append(act.End(request.rid, request.batch, code, message, finish, retry_after_ms))
 
     def audit(self) -> None:

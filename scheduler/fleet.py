@@ -57,11 +57,12 @@ class Worker(Struct, eq=False):
 class Fleet:
     """The workers of one service."""
 
-    __slots__ = ("_uses", "long_running", "workers")
+    __slots__ = ("_uses", "long_running", "max_batch", "workers")
 
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
         self.long_running = 0
+        self.max_batch = 1  # the largest batch that any worker here takes
         self._uses = 0
 
     def __repr__(self) -> str:
@@ -72,10 +73,15 @@ class Fleet:
         """Workers that could take a batch now."""
         return [worker for worker in self.workers.values() if worker.room > 0]
 
-    @property
-    def max_batch(self) -> int:
-        """The largest batch any worker here takes; 1 if there is none."""
-        return max((worker.max_batch for worker in self.workers.values()), default=1)
+    def join(self, worker: Worker) -> None:
+        """A worker is here."""
+        self.workers[worker.worker] = worker
+        self.max_batch = max(one.max_batch for one in self.workers.values())
+
+    def part(self, worker: Worker) -> None:
+        """A worker is gone."""
+        del self.workers[worker.worker]
+        self.max_batch = max((one.max_batch for one in self.workers.values()), default=1)
 
     @staticmethod
     def seats(workers: list[Worker]) -> list[Seat]:

@@ -5,17 +5,41 @@ ids into text and deltas, holds back what may still become a stop string, and re
 another worker can continue after them.
 """
 
-from headway.scheduler import clock, link, wire
+from headway.scheduler import link, wire
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.front import Reply
 from headway.scheduler.stops import StopMatcher
 from headway.scheduler.text import TextPlane, TextStream
 
-NO_ROUND = 3  # decimals of a millisecond in timings
-
 
 class Flight:
     """The payload of one request. `reply` takes its messages; after `finish` or `fail` nothing more is sent."""
+
+    __slots__ = (
+        "_parts",
+        "_seq",
+        "_stops",
+        "_text",
+        "_unsent",
+        "arrived_ns",
+        "batch_size",
+        "client",
+        "dispatched_ns",
+        "entered",
+        "first_token_ns",
+        "ids",
+        "ids_pair",
+        "kind",
+        "message",
+        "model",
+        "out",
+        "params",
+        "payload",
+        "reply",
+        "rid",
+        "stopped",
+        "tokens",
+    )
 
     def __init__(self, rid: int, client: int, message: wire.Request, reply: Reply, now_ns: int) -> None:
         self.rid = rid
@@ -37,7 +61,7 @@ class Flight:
         self.stopped = False
         self.entered = False  # the core has it
         self._text: TextStream | None = None
-        self._stops = StopMatcher([])
+        self._stops: StopMatcher | None = None
         self._parts: list[str] = []
         self._unsent: list[int] = []
         self._seq = 0
@@ -54,7 +78,7 @@ class Flight:
         """It generates, and `codec` (if there is one) turns its tokens into text."""
         self.params = params
         self._text = codec.stream() if codec is not None else None
-        self._stops = StopMatcher(params.stop)
+        self._stops = StopMatcher(params.stop) if params.stop else None
 
     def started(self, now_ns: int, batch_size: int) -> None:
         """It was dispatched; only the first time counts as waiting."""
@@ -70,10 +94,10 @@ class Flight:
             return False
         if not self.first_token_ns:
             self.first_token_ns = now_ns
-        if self._text is None:
+        if self._text is None or self._stops is None:
             self.out += tokens
             self._unsent += tokens
-            self._emit("")
+            self._emit(self._text.push(tokens) if self._text is not None else "")
             return False
         for token in tokens:  # one by one, so that the answer ends at the token that completed the stop string
             self.out.append(token)
@@ -96,12 +120,13 @@ class Flight:
 
     def _flush(self) -> str:
         """The whole text, everything held back included."""
+        rest = ""
         if self._text is not None and not self.stopped:
-            text, hit = self._stops.push(self._text.finish())
-            self.stopped = hit
-            self._emit(text if hit else text + self._stops.finish(), last=True)
-        else:
-            self._emit("", last=True)
+            rest = self._text.finish()
+            if self._stops is not None:
+                rest, self.stopped = self._stops.push(rest)
+                rest += "" if self.stopped else self._stops.finish()
+        self._emit(rest, last=True)
         return "".join(self._parts)
 
     # ------------------------------------------------------------ the one ending
@@ -146,4 +171,4 @@ class Flight:
 
 
 def _ms(ns: int) -> float:
-    return round(ns / clock.NS_PER_MS, NO_ROUND)
+    return ns // 1000 / 1000  # whole microseconds

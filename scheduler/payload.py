@@ -12,6 +12,7 @@ VALUES_MAX = 1 << 17  # keys and values in one payload: about 40 ms of looking; 
 
 _NIL_FALSE_TRUE = frozenset({0xC0, 0xC2, 0xC3})
 _NUMBERS = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+NUMBERS = frozenset([*range(0x80), *range(0xE0, 0x100), *_NIL_FALSE_TRUE, *_NUMBERS])  # first bytes of whole scalars
 _STRINGS = {0xD9: 1, 0xDA: 2, 0xDB: 4}  # first byte -> bytes of the length
 _BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4}
 _LISTS = {0xDC: 2, 0xDD: 4}

@@ -53,13 +53,13 @@ class Service:
         """A worker is here."""
         if not self.cost.seen and prior_ns:
             self.cost = CostModel(prior_ns)
-        self.fleet.workers[worker.worker] = worker
+        self.fleet.join(worker)
         self.abandoned_ns = NEVER_NS
         self.down = ""
 
     def part(self, worker: Worker, now_ns: int) -> None:
         """A worker is gone."""
-        del self.fleet.workers[worker.worker]
+        self.fleet.part(worker)
         if not self.fleet.workers:
             self.abandoned_ns = now_ns + ORPHAN_NS
 

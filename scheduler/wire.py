@@ -339,7 +339,7 @@ def _check_version(version: int | None) -> None:
 def _check_payload(raw: msgspec.Raw) -> None:
     """Only plain values within the limits, in a value that is otherwise passed on unread."""
     data = bytes(raw)
-    if len(data) == 1 and data[0] <= 0x7F:  # a small integer: nothing to look into
+    if data[0] in payload.NUMBERS:  # nothing to look into
         return
     try:
         payload.check(data)

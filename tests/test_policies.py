@@ -12,6 +12,7 @@ from headway.policies.order import PATIENCE_NS, PRIORITY_STEP_NS, due_time
 from headway.policies.place import least_loaded
 from headway.policies.views import Arrival, Cost, DoorView, LaneView, Launch, Seat, Wait
 from headway.policies.windows import MAKERS, adaptive, fixed, greedy, make, p95, p95_clamped
+from headway.scheduler.events import Submit
 
 MS = 1_000_000
 GPU = Cost(8 * MS, 1_000, 50_000, known=True)
@@ -153,8 +154,8 @@ def test_a_clock_that_steps_back_counts_as_no_time() -> None:
 
 
 def arrival(**changes: object) -> Arrival:
-    fields: dict[str, object] = {"tokens": 10, "max_new": 0, "priority": 0, "deadline_ns": None, "tenant": ""}
-    return Arrival(**(fields | changes))  # type: ignore[arg-type]
+    fields: dict[str, object] = {"rid": 1, "client": 1, "model": "m", "kind": "k", "tokens": 10}
+    return Submit(**(fields | changes))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
