@@ -77,14 +77,23 @@ class Arrival(Protocol):
     def tenant(self) -> str: ...
 
 
-class DoorView(NamedTuple):
-    """What waits already, and how fast it goes."""
+class DoorView(Protocol):
+    """What waits already, and how fast it goes. `workers`: how many serve it; `max_batch`: the largest of theirs."""
 
-    waiting: int
-    waiting_tokens: int
-    workers: int
-    max_batch: int
-    cost: Cost
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def waiting_tokens(self) -> int: ...
+
+    @property
+    def workers(self) -> int: ...
+
+    @property
+    def max_batch(self) -> int: ...
+
+    @property
+    def cost(self) -> Cost: ...
 
 
 class Refusal(NamedTuple):

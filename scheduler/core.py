@@ -126,7 +126,7 @@ class Core:
         if service.down or now_ns >= service.abandoned_ns:
             why = service.down or "its workers are gone"
             return Refusal("no_worker", f"no worker serves {service.kind} for model {service.model!r}: {why}", 1000)
-        return self.policies.admit(arrival, service.door, now_ns)
+        return self.policies.admit(arrival, service, now_ns)
 
     def _cancel(self, event: ev.Cancel, now_ns: int) -> None:
         del now_ns
@@ -189,7 +189,7 @@ class Core:
             return
         service, worker, batch = current
         worker.failures = 0
-        service.cost.observe(len(batch.rids), event.tokens, event.compute_ns)
+        service.learned.observe(len(batch.rids), event.tokens, event.compute_ns)
         bad = {rid: (code, message) for rid, code, message in event.failed}
         for rid in service.fleet.clear(worker, batch):
             request = self.book.current(rid, batch.batch)
@@ -223,7 +223,7 @@ class Core:
         service, worker = found
         worker.failures = 0
         worker.progress_ns = now_ns
-        service.cost.observe(event.running, event.tokens, event.compute_ns)
+        service.learned.observe(event.running, event.tokens, event.compute_ns)
         current: list[tuple[Request, ev.RowDone]] = []
         for row in event.rows:
             batch = worker.batches.get(row.batch)
@@ -343,7 +343,7 @@ class Core:
             while (free := service.fleet.free) and (choice := service.choose(free, self.policies, now_ns)):
                 lane, reason = choice
                 seats = service.fleet.seats(free)
-                self._dispatch(service, free[self.policies.place(seats, service.cost.cost)], lane, reason, now_ns)
+                self._dispatch(service, free[self.policies.place(seats, service.cost)], lane, reason, now_ns)
 
     def _dispatch(self, service: Service, worker: Worker, lane: Lane, reason: str, now_ns: int) -> None:
         oldest_ns = lane.oldest_arrival_ns()

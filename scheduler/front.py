@@ -15,7 +15,7 @@ import zmq
 from headway.scheduler import wire
 from headway.scheduler.binding import Binding
 from headway.scheduler.errors import HeadwayError
-from headway.scheduler.peers import Peers
+from headway.scheduler.peers import MORE_NOBLOCK, NOBLOCK, Peers
 from headway.scheduler.spec import ServerSpec
 from headway.scheduler.waker import Waker
 
@@ -179,10 +179,10 @@ class Front:
     def _try(self, client: Client, body: bytes, *, delimiter: bool = False) -> bool:
         """Whether libzmq took it. A peer that is not there any more is forgotten."""
         try:
-            self.socket.send(client.identity, zmq.SNDMORE | zmq.NOBLOCK)
+            self.socket.send(client.identity, MORE_NOBLOCK)
             if delimiter:
-                self.socket.send(b"", zmq.SNDMORE | zmq.NOBLOCK)
-            self.socket.send(body, zmq.NOBLOCK)
+                self.socket.send(b"", MORE_NOBLOCK)
+            self.socket.send(body, NOBLOCK)
         except zmq.Again:
             return False
         except zmq.ZMQError as error:

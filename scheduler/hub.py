@@ -12,7 +12,7 @@ import zmq
 
 from headway.scheduler import link
 from headway.scheduler.binding import Binding
-from headway.scheduler.peers import Peers
+from headway.scheduler.peers import MORE_NOBLOCK, NOBLOCK, Peers
 from headway.scheduler.spec import Curve
 from headway.scheduler.waker import Waker
 
@@ -129,8 +129,8 @@ class Hub:
 
     def _send(self, identity: bytes, message: link.ToWorker) -> bool:
         try:
-            self.socket.send(identity, zmq.SNDMORE | zmq.NOBLOCK)
-            self.socket.send(link.encode(message), zmq.NOBLOCK)
+            self.socket.send(identity, MORE_NOBLOCK)
+            self.socket.send(link.encode(message), NOBLOCK)
         except zmq.ZMQError:
             return False
         return True

@@ -16,6 +16,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
+NOBLOCK = int(zmq.NOBLOCK)  # plain integers: combining or passing the enum costs more than the call itself
+MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
 DRAIN_MAX = 512  # messages taken in one turn; the others keep their place in the socket
 
 
@@ -57,22 +59,21 @@ class Peers:
         socket = self.socket
         for _ in range(most):
             try:
-                identity = socket.recv(zmq.NOBLOCK)
+                identity = socket.recv(NOBLOCK)
             except zmq.Again:
                 return
+            frame = socket.recv(NOBLOCK, copy=False)  # it knows whether more follow: asking the socket costs more
             number = self._number_of.get(identity)
             if number is None or identity[0]:
-                number, body = self._look(identity)
-            else:
-                body = socket.recv(zmq.NOBLOCK)
-            frames = [body]
-            while socket.getsockopt(zmq.RCVMORE):
-                frames.append(socket.recv(zmq.NOBLOCK))
+                number = self._look(identity, frame)
+            frames = [frame.bytes]
+            while frame.more:
+                frame = socket.recv(NOBLOCK, copy=False)
+                frames.append(frame.bytes)
             yield number, identity, frames
 
-    def _look(self, identity: bytes) -> tuple[int, bytes]:
-        """Receive one frame and find the connection that it came through."""
-        frame = self.socket.recv(zmq.NOBLOCK, copy=False)
+    def _look(self, identity: bytes, frame: zmq.Frame) -> int:
+        """Find the connection that a frame came through."""
         fd = int(frame.get(zmq.SRCFD))
         self.watch()
         here = (fd, self._generation.get(fd, 0))
@@ -83,7 +84,7 @@ class Peers:
             number = None
         if number is None:
             number = self._meet(identity, here)
-        return number, frame.bytes
+        return number
 
     def _meet(self, identity: bytes, here: tuple[int, int]) -> int:
         before = self._at_fd.get(here[0])
@@ -126,8 +127,11 @@ class Peers:
 
     def watch(self) -> None:
         """Take in what the monitor has to say."""
-        while self.monitor.poll(0):
-            event = recv_monitor_message(self.monitor, zmq.NOBLOCK)
+        while True:
+            try:
+                event = recv_monitor_message(self.monitor, NOBLOCK)
+            except zmq.Again:
+                return
             fd = event["value"]
             if event["event"] == zmq.EVENT_ACCEPTED:
                 self._generation[fd] = self._generation.get(fd, 0) + 1

@@ -74,7 +74,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
 
 def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
     """One lane: who waits, the raw rule, what the window said last, and the learned cost."""
-    cost = service.cost.cost
+    cost = service.cost
     row: dict[str, Any] = {
         "model": service.model,
         "kind": service.kind,

@@ -29,6 +29,7 @@ class Routes:
     def __init__(self, models: tuple[ModelSpec, ...]) -> None:
         self._configured = models
         self.routes: dict[tuple[str, str], Route] = {}
+        self._only: dict[str, Route] = {}  # kind -> the one route that serves it, where there is one
         self.hopeless: dict[str, str] = {}  # model name -> why no worker will come
 
     def join(self, worker: int, card: link.Card) -> None:
@@ -40,6 +41,7 @@ class Routes:
             route = self.routes[key] = Route(card, codec, {})
         elif route.card.tokenizer != card.tokenizer:
             route.codec = TextPlane(card.tokenizer) if card.tokenizer is not None else None
+        self._only = {kind: here for (_, kind), here in self.routes.items() if len(self._serving(kind)) == 1}
         route.card = card
         route.workers[worker] = card
         self.hopeless.pop(card.name, None)
@@ -56,13 +58,17 @@ class Routes:
             if route is not None:
                 return route
         else:
-            fitting = [route for (_, its_kind), route in self.routes.items() if its_kind == kind]
-            if len(fitting) == 1:
-                return fitting[0]
+            only = self._only.get(kind)
+            if only is not None:
+                return only
+            fitting = self._serving(kind)
             if fitting:
                 names = ", ".join(route.card.name for route in fitting)
                 raise HeadwayError("unknown_model", f"several models serve {kind}; name one of: {names}", field="model")
         raise self._missing(model, kind)
+
+    def _serving(self, kind: str) -> list[Route]:
+        return [route for (_, its_kind), route in self.routes.items() if its_kind == kind]
 
     def _missing(self, model: str | None, kind: str) -> HeadwayError:
         served = {(spec.name, spec.kind) for spec in self._configured} | set(self.routes)

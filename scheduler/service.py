@@ -4,7 +4,7 @@ Short and long inputs wait in lanes of their own. A long input goes alone and at
 own, so that it neither pads others nor takes every worker. Between lanes, whoever is due first goes first.
 """
 
-from headway.policies.views import DoorView, LaneView, Launch, Policies, Wait
+from headway.policies.views import Cost, LaneView, Launch, Policies, Wait
 from headway.scheduler.book import NEVER_NS, Request
 from headway.scheduler.fleet import Fleet, Worker
 from headway.scheduler.latency import CostModel
@@ -16,7 +16,7 @@ ORPHAN_NS = 10_000_000_000  # how long requests wait for a first or a new worker
 class Service:
     """What the core keeps for one (model, kind). `abandoned_ns`: when whoever still waits for a worker is told."""
 
-    __slots__ = ("abandoned_ns", "cost", "down", "fleet", "kind", "lanes", "long", "model", "short")
+    __slots__ = ("abandoned_ns", "down", "fleet", "kind", "lanes", "learned", "long", "model", "short")
 
     def __init__(self, model: str, kind: str, now_ns: int) -> None:
         self.model = model
@@ -25,7 +25,7 @@ class Service:
         self.long = Lane("long")
         self.lanes = (self.short, self.long)
         self.fleet = Fleet()
-        self.cost = CostModel()
+        self.learned = CostModel()
         self.abandoned_ns = now_ns + ORPHAN_NS
         self.down = ""
 
@@ -38,12 +38,24 @@ class Service:
         return len(self.short.waiting) + len(self.long.waiting)
 
     @property
-    def door(self) -> DoorView:
-        """What the admit policy sees."""
-        fleet = self.fleet
-        return DoorView(
-            self.waiting, self.short.tokens + self.long.tokens, len(fleet.workers), fleet.max_batch, self.cost.cost
-        )
+    def waiting_tokens(self) -> int:
+        """Their input tokens."""
+        return self.short.tokens + self.long.tokens
+
+    @property
+    def workers(self) -> int:
+        """How many workers serve it."""
+        return len(self.fleet.workers)
+
+    @property
+    def max_batch(self) -> int:
+        """The largest batch that any of them takes."""
+        return self.fleet.max_batch
+
+    @property
+    def cost(self) -> Cost:
+        """What a batch costs, as far as is known."""
+        return self.learned.cost
 
     def lane(self, request: Request) -> Lane:
         """Where the request waits."""
@@ -51,8 +63,8 @@ class Service:
 
     def join(self, worker: Worker, prior_ns: tuple[float, ...]) -> None:
         """A worker is here."""
-        if not self.cost.seen and prior_ns:
-            self.cost = CostModel(prior_ns)
+        if not self.learned.seen and prior_ns:
+            self.learned = CostModel(prior_ns)
         self.fleet.join(worker)
         self.abandoned_ns = NEVER_NS
         self.down = ""
@@ -108,14 +120,14 @@ class Service:
             max_batch=max(worker.room for worker in free),
             other_idle=idle > 1,
             engine_running=not idle,
-            cost=self.cost.cost,
+            cost=self.cost,
             intervals=lane.intervals,
         )
         decision = policies.window(view, now_ns)
         if type(decision) is Wait and deadline_ns < NEVER_NS:
-            if not self.cost.cost.known:
+            if not self.cost.known:
                 return Launch("cost_unknown")  # no telling how long a batch takes: better not to wait
-            latest = deadline_ns - int(1.5 * self.cost.cost.batch_ns(view.waiting, lane.tokens)) - 1_000_000
+            latest = deadline_ns - int(1.5 * self.cost.batch_ns(view.waiting, lane.tokens)) - 1_000_000
             if latest <= now_ns:
                 return Launch("deadline_near")
             if latest < decision.until_ns:
