@@ -1,4 +1,4 @@
-"""What headway costs: the router with an echo worker against a raw two-hop broker, alternating in one run, as a ratio.
+"""What headway costs: the router with an echo worker against raw two-hop brokers, alternating in one run, as ratios.
 
     python -m headway.bench.overhead [--seconds 3] [--rounds 5] [--json FILE]
 
@@ -22,18 +22,19 @@ from pathlib import Path
 
 import msgspec
 import zmq
+from rich import box
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from headway.bench import core_speed
+from headway.bench import core_speed, raw_broker
 from headway.scheduler import clock
 
 CONCURRENCY = (1, 32, 256)
 WARM_S = 0.3
 START_MS = 60_000
 ROUND_TRIP_MS = 30_000
-SERVERS = ("raw", "headway")
+SERVERS = ("single", "batched", "headway")
 
 CONFIG = """
 bind: {address}
@@ -160,7 +161,8 @@ def compare(seconds: float, rounds: int) -> list[Sample]:
         config = Path(folder) / "headway.yaml"
         config.write_text(CONFIG.format(address=address["headway"]))
         python = [sys.executable, "-m"]
-        stack.enter_context(running([*python, "headway.bench.raw_broker", address["raw"]], theirs))
+        for floor in raw_broker.BROKERS:
+            stack.enter_context(running([*python, "headway.bench.raw_broker", floor, address[floor]], theirs))
         stack.enter_context(running([*python, "headway", "serve", "--config", str(config)], theirs))
         os.sched_setaffinity(0, mine)
         stack.callback(os.sched_setaffinity, 0, set(cores))
@@ -170,51 +172,51 @@ def compare(seconds: float, rounds: int) -> list[Sample]:
             task = progress.add_task("measuring", total=rounds * len(CONCURRENCY) * len(SERVERS))
             for number in range(rounds):
                 for concurrency in CONCURRENCY:
-                    for server in SERVERS if number % 2 == 0 else SERVERS[::-1]:
+                    for server in SERVERS if number % 2 else SERVERS[::-1]:
                         samples.append(measure(server, address[server], concurrency, seconds))
                         progress.advance(task)
     return samples
 
 
 def summary(samples: list[Sample]) -> list[dict[str, float]]:
-    """Medians over rounds for each concurrency, and the median of the rounds' ratios."""
+    """For each concurrency: medians over rounds, and the medians of the rounds' ratios to each floor."""
     rows = []
     for concurrency in CONCURRENCY:
-        raw = [s for s in samples if s.server == "raw" and s.concurrency == concurrency]
-        ours = [s for s in samples if s.server == "headway" and s.concurrency == concurrency]
-        rows.append(
-            {
-                "concurrency": concurrency,
-                "raw_per_s": statistics.median(s.per_second for s in raw),
-                "headway_per_s": statistics.median(s.per_second for s in ours),
-                "throughput_ratio": statistics.median(
-                    o.per_second / r.per_second for o, r in zip(ours, raw, strict=True)
-                ),
-                "raw_p50_ms": statistics.median(s.p50_ms for s in raw),
-                "headway_p50_ms": statistics.median(s.p50_ms for s in ours),
-                "added_p50_ms": statistics.median(o.p50_ms - r.p50_ms for o, r in zip(ours, raw, strict=True)),
-                "headway_p99_ms": statistics.median(s.p99_ms for s in ours),
-            }
-        )
+        of = {name: [s for s in samples if (s.server, s.concurrency) == (name, concurrency)] for name in SERVERS}
+        row: dict[str, float] = {"concurrency": concurrency}
+        for name, found in of.items():
+            row[f"{name}_per_s"] = statistics.median(s.per_second for s in found)
+            row[f"{name}_p50_ms"] = statistics.median(s.p50_ms for s in found)
+            row[f"{name}_p99_ms"] = statistics.median(s.p99_ms for s in found)
+        for floor in raw_broker.BROKERS:
+            pairs = list(zip(of["headway"], of[floor], strict=True))
+            row[f"ratio_to_{floor}"] = statistics.median(ours.per_second / raw.per_second for ours, raw in pairs)
+            row[f"added_to_{floor}_ms"] = statistics.median(ours.p50_ms - raw.p50_ms for ours, raw in pairs)
+        rows.append(row)
     return rows
+
+
+COLUMNS = (
+    ("in flight", "concurrency", ",.0f"),
+    ("headway /s", "headway_per_s", ",.0f"),
+    ("single /s", "single_per_s", ",.0f"),
+    ("ratio", "ratio_to_single", ".2f"),
+    ("batched /s", "batched_per_s", ",.0f"),
+    ("ratio", "ratio_to_batched", ".2f"),
+    ("P50 ms", "headway_p50_ms", ".2f"),
+    ("P99 ms", "headway_p99_ms", ".2f"),
+    ("added P50 ms", "added_to_single_ms", ".2f"),
+)
 
 
 def show(rows: list[dict[str, float]], console: Console) -> None:
     """The table."""
-    table = Table(title="headway's router with an echo worker against a raw two-hop broker")
-    for name in ("outstanding", "raw /s", "headway /s", "ratio", "raw P50 ms", "headway P50 ms", "added ms", "P99 ms"):
+    title = "headway with an echo worker, against raw two-hop brokers (message by message; in batches of 32)"
+    table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, _, _ in COLUMNS:
         table.add_column(name, justify="right")
     for row in rows:
-        table.add_row(
-            f"{row['concurrency']:.0f}",
-            f"{row['raw_per_s']:,.0f}",
-            f"{row['headway_per_s']:,.0f}",
-            f"{row['throughput_ratio']:.2f}",
-            f"{row['raw_p50_ms']:.2f}",
-            f"{row['headway_p50_ms']:.2f}",
-            f"{row['added_p50_ms']:.2f}",
-            f"{row['headway_p99_ms']:.2f}",
-        )
+        table.add_row(*(format(row[key], form) for _, key, form in COLUMNS))
     console.print(table)
 
 

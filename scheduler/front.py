@@ -67,6 +67,7 @@ class Front:
         self._clients: dict[int, Client] = {}
         self._full: dict[int, Client] = {}
         self._slow: list[int] = []
+        self._unsent: list[tuple[Client, bytes, bool]] = []
         self._retry_ns = 0
 
     @property
@@ -145,13 +146,10 @@ class Front:
     # ------------------------------------------------------------ out
 
     def _reply(self, client: Client, message: wire.ServerMessage) -> None:
-        if client.slow and type(message) is wire.Delta:  # its stream is about to end with slow_reader
-            self.counters["undelivered"] += 1
-        else:
-            self._send(client, wire.encode(message), delta=type(message) is wire.Delta)
+        self._unsent.append((client, wire.encode(message), type(message) is wire.Delta))
 
     def _send(self, client: Client, body: bytes, *, delta: bool = False, delimiter: bool = False) -> None:
-        if client.number not in self._clients:
+        if client.number not in self._clients or (delta and client.slow):  # a slow one's stream is about to end
             self.counters["undelivered"] += 1
             return
         if not client.outbox and self._try(client, body, delimiter=delimiter):
@@ -194,7 +192,13 @@ class Front:
         return True
 
     def flush(self, now_ns: int) -> None:
-        """Try the full clients again, if it is time."""
+        """Send what this turn has answered, and try the full clients again if it is time.
+
+        All at once at the end of a turn: libzmq's own thread is then woken once for many answers, not once for each.
+        """
+        unsent, self._unsent = self._unsent, []
+        for client, body, delta in unsent:
+            self._send(client, body, delta=delta)
         if not self._full or now_ns < self._retry_ns:
             return
         self._retry_ns = now_ns + RETRY_NS
@@ -212,6 +216,7 @@ class Front:
 
     def close(self) -> None:
         """Release the address; what is in outboxes is counted as undelivered."""
+        self.flush(0)
         self.counters["undelivered"] += self.waiting
         self.peers.close()
         self.socket.close()
