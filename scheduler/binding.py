@@ -48,6 +48,7 @@ class Binding:
             sock.curve_secretkey = curve.secret.encode()
             sock.curve_publickey = curve.public.encode()
         self._lock: int | None = None
+        self._bound = False  # the path is ours to remove
         self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
         if self._path is not None:
             self._claim(self._path)
@@ -56,6 +57,7 @@ class Binding:
         except zmq.ZMQError as error:
             self.close()
             raise BindError(f"cannot listen on {address}: {error.strerror}. {_advice(error)}") from None
+        self._bound = True
         if self._path is not None:
             os.chmod(self._path, 0o600)
         endpoint: Any = sock.getsockopt(zmq.LAST_ENDPOINT)
@@ -114,9 +116,9 @@ class Binding:
         if self._lock is None:
             return
         assert self._path is not None
-        for path in (self._path, self._lock_path):
-            if not path.exists() or stat.S_ISSOCK(path.lstat().st_mode) or path == self._lock_path:
-                path.unlink(missing_ok=True)
+        if self._bound:
+            self._path.unlink(missing_ok=True)
+        self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
 
