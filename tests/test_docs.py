@@ -71,7 +71,7 @@ def reasons() -> Iterator[str]:
             for inside in re.findall(r"Launch\(([^)]*)\)", text):
                 yield from re.findall(r'"(\w+)"', inside)
             yield from re.findall(r'return lane, "(\w+)"', text)
-            yield from re.findall(r'reason = "(\w+)"', text)
+            yield from re.findall(r'^ +reason = "(\w+)"', text, re.M)
 
 
 def test_every_reason_and_counter_is_explained() -> None:
