@@ -96,6 +96,24 @@ def test_a_long_prompt_takes_its_own_lane_and_equals_its_solo_answer(server: Liv
     assert "long" in {batch["lane"] for batch in client.status()["batches"]}
 
 
+@pytest.mark.parametrize("prompt", ["", " ", "\0", "<|im_start|><|im_end|>", "\n\n"])
+def test_degenerate_prompts_end_one_way_or_the_other_and_harm_nobody(server: Live, alone: Any, prompt: str) -> None:
+    tokenizer, answer = alone
+    client = server.client()
+    fields: dict[str, Any] = {"type": "generate", "model": "smollm2", "params": {"max_new_tokens": 4}}
+    for name in "ab":
+        client.send(id=name, prompt="Once upon a time", **fields)
+    client.send(id="odd", prompt=prompt, **fields)
+    odd = client.ending("odd")
+    ids = tokenizer(prompt)["input_ids"]
+    if ids:
+        assert odd["token_ids"] == answer(ids, 4)
+    else:
+        assert (odd["code"], odd["field"]) == ("invalid_request", "prompt")
+    wanted = answer(tokenizer("Once upon a time")["input_ids"], 4)
+    assert [client.ending(name)["token_ids"] for name in "ab"] == [wanted, wanted]
+
+
 def test_embeddings_are_normalised_and_mean_what_they_say(server: Live) -> None:
     client = server.client()
     texts = {"cat": "a cat sat on the mat", "feline": "the feline rested on a rug", "tax": "income tax law of 1986"}

@@ -401,3 +401,28 @@ def test_what_has_no_worker_yet_is_told_so() -> None:
         answer = server.client().ask(type="call", id="1", payload=1)
         assert (answer["code"], answer["retryable"]) == ("no_worker", True)
         assert "loading" in answer["message"]
+
+
+def test_a_frame_that_is_not_even_read_costs_only_its_own_connection() -> None:
+    with live(echo()) as server:
+        bad, good = server.client(), server.client()
+        bad.send_frames(b"x" * (65 << 20))
+        assert good.ask(type="call", id="1", payload=1)["value"] == 1
+        bad.send(type="call", id="2", payload=2)  # libzmq connects again by itself
+        assert bad.ending("2")["value"] == 2
+
+
+def test_two_live_holders_of_one_name_take_it_from_each_other_and_that_is_counted() -> None:
+    with live(echo(), echo("stream", mode="iteration", fixed_ms=5)) as server:
+        first, watcher = server.client(b"same"), server.client()
+        first.send(type="generate", id="1", prompt="x" * 3000, model="stream", params={"max_new_tokens": 3000})
+        for _ in range(200):
+            if any(worker["running"] for worker in watcher.status()["workers"]):
+                break
+            watcher.socket.poll(5)
+        second = server.client(b"same")
+        second.send(type="call", id="1", payload="mine")
+        assert second.ending("1")["value"] == "mine"
+        counters = watcher.status()["counters"]
+        assert counters["identity_taken_over"] >= 1
+        assert counters["ended.cancelled"] == 1
