@@ -49,7 +49,7 @@ class Binding:
             sock.curve_publickey = curve.public.encode()
         self._lock: int | None = None
         self._bound = False  # the path is ours to remove
-        self._path = Path(address.removeprefix("ipc://")) if address.startswith("ipc://") else None
+        self._path = Path(address.removeprefix("ipc://")) if _is_path(address) else None
         if self._path is not None:
             self._claim(self._path)
         try:
@@ -121,6 +121,11 @@ class Binding:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
+
+
+def _is_path(address: str) -> bool:
+    """An ipc address that is a file: not one of Linux' abstract names, nor a wildcard that libzmq fills in."""
+    return address.startswith("ipc://") and not address.startswith(("ipc://@", "ipc://*"))
 
 
 def _advice(error: zmq.ZMQError) -> str:

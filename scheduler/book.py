@@ -36,7 +36,7 @@ class Request(Struct, gc=False, eq=False):
     batch: int = 0
     seq: int = 0
     produced: int = 0
-    strikes: int = 0
+    losses: int = 0
     suspect: bool = False
 
     def moved(self, event: str) -> None:

@@ -23,12 +23,11 @@ from zmq.utils.monitor import parse_monitor_message
 from headway.scheduler import clock, wire
 from headway.scheduler.client_types import Counters
 from headway.scheduler.errors import HeadwayError
+from headway.scheduler.keepalive import keep_alive
 
 TURN_MESSAGES_MAX = 256  # read in one go; then the loop may run others
 RECONNECT_MS = 100  # from a loss to the next attempt, and between attempts, at first;
 RECONNECT_MS_MAX = 2_000  # doubled each time up to this
-HEARTBEAT_MS = 5_000  # libzmq pings this often, so that a silent network is noticed,
-HEARTBEAT_LOST_MS = 20_000  # and takes the connection for lost after so long without any sign of life
 
 Answer = wire.ServerMessage | HeadwayError
 
@@ -166,12 +165,11 @@ class Socket:
             zmq.IPV6: int("[" in self.endpoint),
             zmq.RECONNECT_IVL: RECONNECT_MS,
             zmq.RECONNECT_IVL_MAX: RECONNECT_MS_MAX,
-            zmq.HEARTBEAT_IVL: HEARTBEAT_MS,
-            zmq.HEARTBEAT_TIMEOUT: HEARTBEAT_LOST_MS,
             zmq.MAXMSGSIZE: wire.FRAME_BYTES_MAX,
         }
         for option, value in options.items():
             dealer.set(option, value)
+        keep_alive(dealer)
         if self._curve_server_key is not None:
             dealer.curve_publickey, dealer.curve_secretkey = zmq.curve_keypair()
             dealer.curve_serverkey = self._curve_server_key

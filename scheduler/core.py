@@ -24,6 +24,9 @@ from headway.scheduler.fleet import Batch, Worker
 from headway.scheduler.queue import Lane
 from headway.scheduler.service import Service
 
+STOPPED = "the server stopped before the request was done"
+LOSSES_IN_COMPANY = 2  # times poison_after: so often may a worker be lost under a request that was not alone
+
 
 class Core:
     """Scheduling state and its only writer. `lost_after_ns`: silence after which a worker counts as lost;
@@ -144,9 +147,8 @@ class Core:
     def _satisfied(self, event: ev.Satisfied, now_ns: int) -> None:
         del now_ns
         request = self.book.live.get(event.rid)
-        if request is not None and request.batch:
-            self._drop_on_worker(request)
-            self._end(request, "finish", finish="stop")
+        if request is not None:
+            self._leave(request, "finish", finish="stop")
 
     # ------------------------------------------------------------ workers
 
@@ -189,7 +191,8 @@ class Core:
             return
         service, worker, batch = current
         worker.failures = 0
-        service.learned.observe(len(batch.rids), event.tokens, event.compute_ns)
+        tokens = batch.tokens if service.kind == "call" else event.tokens  # a call's size is in its caller's measure
+        service.learned.observe(len(batch.rids), tokens, event.compute_ns)
         bad = {rid: (code, message) for rid, code, message in event.failed}
         for rid in service.fleet.clear(worker, batch):
             request = self.book.current(rid, batch.batch)
@@ -245,7 +248,6 @@ class Core:
         request.produced += row.new
         if row.new and request.suspect:  # it has shown itself harmless
             request.suspect = False
-            request.strikes = 0
             if worker.trial == request.rid:
                 worker.trial = 0
         if row.finish in ("stop", "length"):
@@ -261,22 +263,27 @@ class Core:
         service, worker = found
         worker.moved("lose")
         self.counters["workers_lost"] += 1
-        trial = worker.trial
+        trial, alone = worker.trial, worker.running == 1
         for batch in list(worker.batches.values()):
             for rid in service.fleet.clear(worker, batch):
                 request = self.book.current(rid, batch.batch)
-                if request is not None:
-                    self._survive(request, blamed=not trial or trial == rid, why=event.reason)
+                if request is None:
+                    continue
+                if event.orderly or (trial and trial != rid):
+                    self._requeue(request, suspect=False)
+                else:
+                    self._survive(request, alone=alone or trial == rid, why=event.reason)
         service.part(worker, now_ns)
 
-    def _survive(self, request: Request, *, blamed: bool, why: str) -> None:
-        """Its worker is lost: run it again elsewhere, on trial if it may be the cause, or not at all if it must be."""
-        request.strikes += blamed
-        if request.strikes >= self.policies.poison_after:
-            text = f"{request.strikes} workers were lost while running this request (last: {why})"
+    def _survive(self, request: Request, *, alone: bool, why: str) -> None:
+        """Its worker is lost: run it again on trial, or not at all if it must be the cause, or has cost too many."""
+        request.losses += 1
+        limit = self.policies.poison_after
+        if request.losses >= limit * (1 if alone else LOSSES_IN_COMPANY):
+            text = f"{request.losses} workers were lost while running this request (last: {why})"
             self._end(request, "fail", "poison_request", text)
         else:
-            self._requeue(request, suspect=blamed)
+            self._requeue(request)
 
     def _service_down(self, event: ev.ServiceDown, now_ns: int) -> None:
         service = self._service(event.model, event.kind, now_ns)
@@ -321,13 +328,13 @@ class Core:
         for lane in service.lanes:
             for request in list(lane.waiting.values()):
                 text = f"no worker serves {service.kind} for model {service.model!r}: {why}"
-                self._leave(request, "give_up", "no_worker", text, 1000)
+                self._leave(request, "give_up", "no_worker", text, retry_after_ms=1000)
 
     def _finish_drain(self, now_ns: int) -> None:
         assert self.draining_until_ns is not None
         if now_ns >= self.draining_until_ns:
             for request in list(self.book.live.values()):
-                self._leave(request, "give_up", "shutting_down", "the server stopped before the request was done", 1000)
+                self._leave(request, "give_up", "shutting_down", STOPPED, retry_after_ms=1000)
         if not self.book and not self._drained:
             self._drained = True
             self._out.append(act.Drained())
@@ -391,13 +398,13 @@ class Core:
             return None
         return found[0], found[1], batch
 
-    def _leave(self, request: Request, event: str, code: str, message: str, retry_after_ms: int | None = None) -> None:
+    def _leave(self, request: Request, event: str, code: str = "", message: str = "", **more: Any) -> None:
         """End a request wherever it is, for a reason that is not its engine's."""
         if request.batch:
             self._drop_on_worker(request)
         else:
             request.service.lane(request).leave(request)
-        self._end(request, event, code, message, retry_after_ms=retry_after_ms)
+        self._end(request, event, code, message, **more)
 
     def _drop_on_worker(self, request: Request) -> None:
         for worker in request.service.fleet.workers.values():

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from msgspec.structs import replace
 
 from headway.scheduler import wire
+from headway.scheduler.book import NEVER_NS
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.front import Reply
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("headway.scheduler")
 
 INLINE_CHARS = 512  # about 0.1 ms of tokenising
+TURN_CHARS = 32  # what a chat template adds to each turn, about
 THREADS = 2
 BYTES_PER_TOKEN = 4  # a guess for payloads whose size in tokens the caller does not state
 
@@ -39,6 +41,7 @@ class Door:
     def __init__(self, runtime: "Runtime") -> None:
         self._runtime = runtime
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="headway-tokenise")
+        self._pending: dict[int, Flight] = {}
         self._encoded: SimpleQueue[tuple[Flight, Route, Encoded | HeadwayError]] = SimpleQueue()
 
     def close(self) -> None:
@@ -70,11 +73,11 @@ class Door:
             if message.deadline_ms is not None and message.deadline_ms <= 0:
                 raise HeadwayError("deadline_exceeded", f"deadline_ms is {message.deadline_ms}", field="deadline_ms")
             flight.kind = _KINDS[type(message)]
-            route = self._runtime.routes.find(message.model, flight.kind)
+            route = self._runtime.crew.routes.find(message.model, flight.kind)
             flight.model = route.card.name
             _ENTER[type(message)](self, flight, message, route)
-        except HeadwayError as error:
-            self._runtime.refused(flight, error)
+        except Exception as error:
+            self._runtime.refused(flight, _told(error))
 
     # ------------------------------------------------------------ one kind of request each
 
@@ -99,7 +102,7 @@ class Door:
             codec = _codec(route, "messages")
             for index, turn in enumerate(messages):
                 check_text(turn["content"], f"messages[{index}].content", route.card)
-            size = sum(len(turn["content"]) for turn in messages)
+            size = sum(len(turn["content"]) + TURN_CHARS for turn in messages)
             self._encode(flight, route, lambda: (codec.encode_chat(messages), []), size)
 
     def _one_text(self, flight: Flight, message: wire.Embed | wire.Classify, route: Route) -> None:
@@ -127,16 +130,14 @@ class Door:
         if chars <= INLINE_CHARS:
             self._take(flight, route, work())
         else:
+            self._pending[flight.rid] = flight
             self._threads.submit(self._in_thread, flight, route, work)
 
     def _in_thread(self, flight: Flight, route: Route, work: Work) -> None:
         try:
             result: Encoded | HeadwayError = work()
-        except HeadwayError as error:
-            result = error
-        except Exception as error:
-            log.exception("a text could not be tokenised")
-            result = HeadwayError("internal", f"the text could not be tokenised: {type(error).__name__}: {error}")
+        except BaseException as error:  # whatever it is, the request gets its ending
+            result = _told(error)
         self._encoded.put((flight, route, result))
         self._runtime.waker.set_from_thread()
 
@@ -147,22 +148,60 @@ class Door:
                 flight, route, result = self._encoded.get_nowait()
             except Empty:
                 return
+            if self._pending.pop(flight.rid, None) is None:
+                continue  # it has had its ending meanwhile
             try:
                 if isinstance(result, HeadwayError):
                     raise result
                 self._take(flight, route, result)
-            except HeadwayError as error:
-                self._runtime.refused(flight, error)
+            except Exception as error:
+                self._runtime.refused(flight, _told(error))
+
+    @property
+    def waiting(self) -> int:
+        """Requests whose text is being tokenised, or waits for it."""
+        return len(self._pending)
+
+    @property
+    def wakeup_ns(self) -> int:
+        """The first deadline among them."""
+        return min((flight.deadline_ns for flight in self._pending.values()), default=NEVER_NS)
+
+    def expire(self, now_ns: int) -> None:
+        """End those whose deadline has come."""
+        for flight in [flight for flight in self._pending.values() if flight.deadline_ns <= now_ns]:
+            self.drop(flight, HeadwayError("deadline_exceeded", "deadline_ms passed while the text was tokenised"))
+
+    def drop(self, flight: Flight, error: HeadwayError) -> None:
+        """End a request that has not entered."""
+        self._pending.pop(flight.rid, None)
+        self._runtime.refused(flight, error)
+
+    def drop_all(self, error: HeadwayError) -> None:
+        """End all that have not entered."""
+        for flight in list(self._pending.values()):
+            self.drop(flight, error)
 
     def _take(self, flight: Flight, route: Route, encoded: Encoded) -> None:
         """The input is token ids now: does it fit, and how much may come out?"""
         message = flight.message
-        accept(flight, encoded[0], _field(message), route)
+        accept(flight, encoded[0], _field(message), route, encoded[1])
         if isinstance(message, wire.Generate):
+            if message.params.stop and route.codec is None:
+                text = f"model {route.card.name!r} has no tokenizer here, to find strings: send stop_token_ids"
+                raise HeadwayError("invalid_request", text, field="params.stop")
             most = fit_output(message.params, flight.tokens, route.card)
             params = message.params
             flight.speak(route.codec, params if most == params.max_new_tokens else replace(params, max_new_tokens=most))
         self._runtime.entered(flight)
+
+
+def _told(error: BaseException) -> HeadwayError:
+    """The error a client is told; one that is not its own fault is logged."""
+    if isinstance(error, HeadwayError):
+        return error
+    log.error("a request could not be taken in", exc_info=error)
+    return HeadwayError("internal", f"the request could not be taken in: {type(error).__name__}: {error}")
 
 
 def _field(message: wire.Request) -> str:

@@ -7,7 +7,7 @@ file or process is left.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any, Self
@@ -47,6 +47,8 @@ class LocalLine:
     def check_open(self) -> None:
         if self.gone.is_set():
             raise HeadwayError("cancelled", "the scheduler is closed")
+        if self._runtime.over:
+            raise HeadwayError("shutting_down", "the scheduler has drained or stopped; make a new one")
 
     def close(self) -> None:
         self.gone.set()
@@ -142,13 +144,15 @@ class Scheduler(Client):
         while True:
             changed.clear()
             for model in self._spec.models:
-                why = runtime.supervisor.hopeless(model)
+                why = runtime.crew.supervisor.hopeless(model)
                 if why:
                     raise HeadwayError("no_worker", f"model {model.name!r} has no worker: {why}")
-            served = {name for (name, _), route in runtime.routes.routes.items() if route.workers}
+            served = {name for (name, _), route in runtime.crew.routes.routes.items() if route.workers}
             if all(model.name in served or not model.workers for model in self._spec.models):
                 return
-            await changed.wait()
+            await _first(changed.wait(), self._running)
+            if self._running is not None and self._running.done():
+                raise RuntimeError("the embedded scheduler failed while its models loaded")
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -179,8 +183,18 @@ class Scheduler(Client):
         assert self._runtime is not None
         runtime, done = self._runtime, asyncio.Event()
         runtime.on_change(lambda: done.set() if runtime.drained else None)
-        runtime.drain(self._spec.drain_ms if limit_ms is None else limit_ms)
-        await done.wait()
+        if not runtime.over:
+            runtime.drain(self._spec.drain_ms if limit_ms is None else limit_ms)
+            await _first(done.wait(), self._running)
+
+
+async def _first(one: Coroutine[Any, Any, object], other: "asyncio.Task[None] | None") -> None:
+    """Wait until either has ended; `other` is left running."""
+    task = asyncio.ensure_future(one)
+    try:
+        await asyncio.wait([task] if other is None else [task, other], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        task.cancel()
 
 
 def _why(task: "asyncio.Task[None]") -> str:

@@ -39,6 +39,11 @@ CODES: dict[str, Code] = {
 }
 
 
+def known(code: str) -> str:
+    """`code` if it is one of CODES; a worker or an engine of somebody's own may say anything: engine_error then."""
+    return code if code in CODES else "engine_error"
+
+
 class HeadwayError(Exception):
     """An error with a stable code. Raised by the client library and the embedded scheduler.
 

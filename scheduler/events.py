@@ -107,10 +107,11 @@ class StepDone(Struct, frozen=True, gc=False):
 
 
 class WorkerLost(Struct, frozen=True, gc=False):
-    """A worker process ended or cannot be reached."""
+    """A worker process ended or cannot be reached. `orderly`: it left as it should, so nobody is to blame."""
 
     worker: int
     reason: str
+    orderly: bool = False
 
 
 class ServiceDown(Struct, frozen=True, gc=False):

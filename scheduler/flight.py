@@ -5,7 +5,8 @@ ids into text and deltas, holds back what may still become a stop string, and re
 another worker can continue after them.
 """
 
-from headway.scheduler import link, wire
+from headway.scheduler import clock, link, wire
+from headway.scheduler.book import NEVER_NS
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.front import Reply
 from headway.scheduler.stops import StopMatcher
@@ -68,6 +69,18 @@ class Flight:
 
     def __repr__(self) -> str:
         return f"<Flight {self.rid} {self.kind} {self.message.id!r} {len(self.out)} tokens out>"
+
+    @property
+    def bytes(self) -> int:
+        """Size of its payload, for the bound on memory; token ids are bounded elsewhere."""
+        message = self.message
+        return memoryview(message.payload).nbytes if isinstance(message, wire.Call) else 0
+
+    @property
+    def deadline_ns(self) -> int:
+        """When its time is over, or never."""
+        left_ms = self.message.deadline_ms
+        return NEVER_NS if left_ms is None else self.arrived_ns + left_ms * clock.NS_PER_MS
 
     def item(self) -> link.Item:
         """What a worker needs of it, the tokens already made included."""

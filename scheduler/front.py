@@ -15,6 +15,7 @@ import zmq
 from headway.scheduler import wire
 from headway.scheduler.binding import Binding
 from headway.scheduler.errors import HeadwayError
+from headway.scheduler.keepalive import keep_alive
 from headway.scheduler.peers import MORE_NOBLOCK, NOBLOCK, Peers
 from headway.scheduler.spec import ServerSpec
 from headway.scheduler.waker import Waker
@@ -23,7 +24,6 @@ log = logging.getLogger("headway.scheduler")
 
 RETRY_NS = 5_000_000  # how often a full client is tried again
 OVER_FACTOR = 1.25  # endings may still enter an outbox this far over its limit; past that they are counted as lost
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 5_000, 20_000  # for a connection whose other end vanished without a word
 
 Reply = Callable[[wire.ServerMessage], None]
 
@@ -51,8 +51,7 @@ class Front:
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a full or unknown peer is an error, not a silent drop
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)  # the newest connection owns a name
         self.socket.setsockopt(zmq.MAXMSGSIZE, wire.FRAME_BYTES_MAX)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+        keep_alive(self.socket)
         self.socket.setsockopt(zmq.SNDHWM, spec.send_hwm)
         self.socket.setsockopt(zmq.BACKLOG, 1024)
         self.peers = Peers(self.socket)
@@ -74,6 +73,11 @@ class Front:
     def address(self) -> str:
         """Where clients connect."""
         return str(self.binding.address)
+
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be received."""
+        return self.peers.pending
 
     @property
     def wakeup_ns(self) -> int:
@@ -149,12 +153,14 @@ class Front:
         self._unsent.append((client, wire.encode(message), type(message) is wire.Delta))
 
     def _send(self, client: Client, body: bytes, *, delta: bool = False, delimiter: bool = False) -> None:
-        if client.number not in self._clients or (delta and client.slow):  # a slow one's stream is about to end
+        if client.identity[0]:  # a name that may be another connection's by now
+            self.peers.watch()
+        if self.peers.identity(client.number) is None or (delta and client.slow):  # a slow one's stream is to end
             self.counters["undelivered"] += 1
             return
         if not client.outbox and self._try(client, body, delimiter=delimiter):
             return
-        if client.number not in self._clients:
+        if self.peers.identity(client.number) is None:
             return
         if client.bytes + len(body) > self._outbox_bytes_max:
             self._too_slow(client)

@@ -12,6 +12,7 @@ import zmq
 
 from headway.scheduler import link
 from headway.scheduler.binding import Binding
+from headway.scheduler.keepalive import keep_alive
 from headway.scheduler.peers import MORE_NOBLOCK, NOBLOCK, Peers
 from headway.scheduler.spec import Curve
 from headway.scheduler.waker import Waker
@@ -19,7 +20,6 @@ from headway.scheduler.waker import Waker
 log = logging.getLogger("headway.scheduler")
 
 BEAT = b"beat:"
-HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 10_000  # for a connection whose other end vanished without a word
 
 
 class Hub:
@@ -32,9 +32,8 @@ class Hub:
         self.socket.setsockopt(zmq.LINGER, 500)
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        keep_alive(self.socket)
         self.socket.setsockopt(zmq.MAXMSGSIZE, link.LINK_BYTES_MAX)
-        self.socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_MS)
-        self.socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
         self.socket.set_hwm(0)  # what is sent to a worker is bounded by what it may run at once
         self.peers = Peers(self.socket)
         try:
@@ -64,7 +63,7 @@ class Hub:
             try:
                 if len(frames) != 1:
                     raise msgspec.DecodeError(f"{len(frames)} frames instead of 1")
-                message = link.decode_from_worker(frames[0])
+                message = link.checked(link.decode_from_worker(frames[0]))
             except (msgspec.MsgspecError, RecursionError, ValueError) as error:
                 self.bad_messages += 1
                 log.warning("a message from worker %r made no sense: %s", identity, error)
@@ -122,15 +121,21 @@ class Hub:
         identity = self._identity_of.get(worker)
         return identity is not None and self._send(identity, message)
 
+    @property
+    def pending(self) -> bool:
+        """Whether something waits to be received."""
+        return self.peers.pending
+
     def broadcast(self, message: link.ToWorker) -> None:
         """To all registered workers."""
         for worker in list(self._identity_of):
             self.send(worker, message)
 
     def _send(self, identity: bytes, message: link.ToWorker) -> bool:
+        body = link.encode(message)
         try:
             self.socket.send(identity, MORE_NOBLOCK)
-            self.socket.send(link.encode(message), NOBLOCK)
+            self.socket.send(body, NOBLOCK)
         except zmq.ZMQError:
             return False
         return True

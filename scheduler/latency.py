@@ -39,8 +39,10 @@ class CostModel:
 
     def observe(self, requests: int, tokens: int, took_ns: int) -> None:
         """A batch of `requests` with `tokens` tokens took `took_ns` in the engine."""
+        if took_ns <= 0:  # nothing was computed
+            return
         self.seen += 1
-        if self.seen <= WARM_UP or took_ns < 0:
+        if self.seen <= WARM_UP:
             return
         x = (1.0, tokens * SCALE[1], requests * SCALE[2])
         w, p = self._w, self._p

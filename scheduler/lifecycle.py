@@ -7,6 +7,7 @@ MOVES: dict[str, dict[str, str]] = {
     # a request: state -> event -> next state
     "waiting": {
         "dispatch": "running",
+        "finish": "ended",  # its answer was found complete just when its worker was lost
         "cancel": "ended",
         "expire": "ended",
         "give_up": "ended",  # no worker will come, or the drain is over

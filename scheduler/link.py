@@ -9,14 +9,15 @@ import socket
 import sys
 from array import array
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Meta, Raw, Struct
 
 from headway.scheduler.wire import Params
 
 LINK = 1
-LINK_BYTES_MAX = 256 << 20  # a batch of long inputs, or a tokenizer in a registration
+LINK_BYTES_MAX = 256 << 20  # what a worker may send at once: results of a batch, or a tokenizer
 
 assert array("I").itemsize == 4
 NOTHING = Raw(b"\xc0")  # nil; a field of type `Raw | None` would decode nothing else
@@ -88,9 +89,9 @@ class Card(Struct, frozen=True, array_like=True):
     name: str
     kind: str
     mode: str
-    max_batch: int
-    max_num_seqs: int
-    max_input_tokens: int
+    max_batch: Annotated[int, Meta(ge=1)]
+    max_num_seqs: Annotated[int, Meta(ge=1)]
+    max_input_tokens: Annotated[int, Meta(ge=0)]
     context_tokens: int = 0
     vocab_size: int = 0
     kv_tokens: int = 0
@@ -206,7 +207,7 @@ class Row(Struct, frozen=True, array_like=True):
 
     batch: int
     rid: int
-    tokens: list[int]
+    tokens: list[Annotated[int, Meta(ge=0, lt=1 << 32)]]
     finish: str = ""
     code: str = ""
     message: str = ""
@@ -230,6 +231,18 @@ class Bye(Struct, frozen=True, array_like=True, tag="bye"):
 
 
 FromWorker = Ready | Beat | Done | Failed | Step | Bye
+
+
+def checked(message: FromWorker) -> FromWorker:
+    """What the types cannot say. Raises ValueError."""
+    if type(message) is Done:
+        for outcome in message.outcomes:
+            if outcome.embedding is not None and len(outcome.embedding) % 4:
+                raise ValueError(
+                    f"the embedding of request {outcome.rid} has {len(outcome.embedding)} bytes: no float32"
+                )
+    return message
+
 
 _encoder = msgspec.msgpack.Encoder()
 encode = _encoder.encode

@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 WATCHED = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 NOBLOCK = int(zmq.NOBLOCK)  # plain integers: combining or passing the enum costs more than the call itself
 MORE_NOBLOCK = int(zmq.SNDMORE | zmq.NOBLOCK)
+EVENTS, POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)
 DRAIN_MAX = 512  # messages taken in one turn; the others keep their place in the socket
 
 
@@ -44,6 +45,11 @@ class Peers:
 
     def __len__(self) -> int:
         return len(self._number_of)
+
+    @property
+    def pending(self) -> bool:
+        """Whether a message waits. To be asked after sending: a send takes the edge of a waiting message away."""
+        return bool(int(self.socket.getsockopt(EVENTS)) & POLLIN)
 
     def close(self) -> None:
         """Stop watching; the socket itself is its owner's."""

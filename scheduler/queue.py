@@ -4,8 +4,6 @@ A request is in exactly one place: waiting here, running in the fleet, or ended.
 the queue by more than a logarithm.
 """
 
-from collections import deque
-
 from headway.policies.intervals import Intervals
 from headway.policies.views import Launch, Wait
 from headway.scheduler.book import NEVER_NS, DueHeap, Request
@@ -15,7 +13,7 @@ class Lane:
     """The waiting requests of one service and length class."""
 
     __slots__ = (
-        "_arrivals",
+        "_by_arrival",
         "_by_deadline",
         "_by_due",
         "decision",
@@ -35,7 +33,7 @@ class Lane:
         self.decision: Launch | Wait | None = None  # the last answer of the window, for people and for the wake-up
         self._by_due = DueHeap(self.waiting)
         self._by_deadline = DueHeap(self.waiting)
-        self._arrivals: deque[tuple[int, Request]] = deque()
+        self._by_arrival = DueHeap(self.waiting)
 
     def __len__(self) -> int:
         return len(self.waiting)
@@ -47,18 +45,17 @@ class Lane:
         """A new request joins; its interval is observed."""
         self.intervals.observe(now_ns)
         self.last_arrival_ns = now_ns
-        self._arrivals.append((request.seq, request))
         self._enter(request)
 
     def restore(self, request: Request) -> None:
         """A request comes back from a lost worker: it keeps its due time, and is no arrival."""
-        self._arrivals.appendleft((request.seq, request))
         self._enter(request)
 
     def _enter(self, request: Request) -> None:
         self.waiting[request.rid] = request
         self.tokens += request.tokens
         self._by_due.push(request.key, request)
+        self._by_arrival.push(request.arrived_ns, request)
         if request.deadline_ns < NEVER_NS:
             self._by_deadline.push(request.deadline_ns, request)
 
@@ -85,13 +82,7 @@ class Lane:
 
     def oldest_arrival_ns(self) -> int:
         """When the longest-waiting request arrived, or NEVER_NS."""
-        arrivals = self._arrivals
-        while arrivals:
-            seq, request = arrivals[0]
-            if request.seq == seq and request.rid in self.waiting:
-                return request.arrived_ns
-            arrivals.popleft()
-        return NEVER_NS
+        return self._by_arrival.first_at()
 
     def deadline_ns(self) -> int:
         """The tightest deadline of those waiting, or NEVER_NS."""

@@ -18,7 +18,7 @@ def state(runtime: "Runtime") -> str:
     """serving, draining, or failed (no model can be served)."""
     if runtime.core.draining_until_ns is not None:
         return "draining"
-    return "failed" if runtime.failed else "serving"
+    return "failed" if runtime.crew.failed else "serving"
 
 
 def concurrency(runtime: "Runtime", route: Route) -> int:
@@ -42,7 +42,7 @@ def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
             tokenizer=route.codec is not None,
             facts=route.card.facts,
         )
-        for (name, kind), route in runtime.routes.routes.items()
+        for (name, kind), route in runtime.crew.routes.routes.items()
     ]
     return wire.InfoReply(
         id=request_id,
@@ -60,7 +60,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
     counters = dict(runtime.core.counters)
     for name, count in [*runtime.counters.items(), *(runtime.front.counters.items() if runtime.front else ())]:
         counters[name] = counters.get(name, 0) + count
-    counters["bad_link_messages"] = runtime.hub.bad_messages
+    counters["bad_link_messages"] = runtime.crew.hub.bad_messages
     return wire.StatusReply(
         id=request_id,
         state=state(runtime),
@@ -68,7 +68,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
         counters=counters,
         lanes=[_lane(s, lane, now_ns) for s in runtime.core.services.values() for lane in s.lanes],
         workers=[row for s in runtime.core.services.values() for row in _workers(runtime, s)],
-        batches=runtime.records.last(batches),
+        batches=runtime.crew.records.last(batches),
     )
 
 
@@ -102,7 +102,7 @@ def _workers(runtime: "Runtime", service: Service) -> list[dict[str, Any]]:
     return [
         {
             "worker": worker.name,
-            "pid": runtime.pids.get(worker.worker, (0, ""))[0],
+            "pid": runtime.crew.pids.get(worker.worker, (0, ""))[0],
             "model": service.model,
             "kind": service.kind,
             "running": worker.running,

@@ -104,9 +104,13 @@ def check_text(text: str, field: str, card: link.Card) -> None:
         )
 
 
-def accept(flight: Flight, ids: list[int], field: str, route: Route) -> None:
-    """Take the input ids into the flight. Raises HeadwayError if they cannot be run."""
+def accept(flight: Flight, ids: list[int], field: str, route: Route, pair: list[int] | None = None) -> None:
+    """Take the input ids, and those of a second text, into the flight. Raises HeadwayError if they cannot be run."""
     card = route.card
+    if pair:
+        accept(flight, ids + pair, field, route)
+        flight.ids, flight.ids_pair = link.pack_ids(ids), link.pack_ids(pair)
+        return
     if not ids:
         raise HeadwayError("invalid_request", f"{field} is empty: it has no tokens", field=field)
     if len(ids) > card.max_input_tokens:

@@ -7,7 +7,7 @@ after `step` has returned.
 
 import logging
 import tempfile
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,18 +20,19 @@ from headway.scheduler import clock, link, wire
 from headway.scheduler import events as ev
 from headway.scheduler.chosen import policies_of
 from headway.scheduler.core import Core
+from headway.scheduler.crew import Crew
 from headway.scheduler.door import Door
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.front import Front, Reply
 from headway.scheduler.hub import Hub
-from headway.scheduler.record import Records
-from headway.scheduler.routes import Routes
 from headway.scheduler.spec import ServerSpec
-from headway.scheduler.supervisor import Supervisor
 from headway.scheduler.waker import Waker
 
 log = logging.getLogger("headway.scheduler")
+
+INTAKE_NS = 5 * clock.NS_PER_MS  # time for clients' messages in one turn; the rest keep their place in the socket
+BUSY_RETRY_MS = 200
 
 
 class Runtime:
@@ -46,18 +47,16 @@ class Runtime:
             stuck_after_ns=spec.stuck_after_ms * clock.NS_PER_MS,
         )
         self.counters: Counter[str] = Counter()
-        self.records = Records()
-        self.routes = Routes(spec.models)
         self.drained = False
-        self.failed = ""  # why nothing can ever be served, once that is so
-        self.pids: dict[int, tuple[int, str]] = {}  # worker -> (process, name)
         self._flights: dict[int, Flight] = {}
-        self._by_id: dict[tuple[int, str], int] = {}
+        self._by_id: dict[int, dict[str, int]] = {}  # client -> its live ids
+        self._bytes = 0  # of live payloads
+        self._drain_until_ns: int | None = None
+        self._core_drained = False
         self._pending: list[ev.Event] = []
-        self._rows: dict[tuple[int, int], deque[list[int]]] = {}
-        self._outcomes: dict[tuple[int, int], link.Outcome] = {}
         self._given = 0
         self._stopping = False
+        self._ended = False
         self._changed: list[Callable[[], None]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
@@ -66,12 +65,12 @@ class Runtime:
         self.front: Front | None = None
         try:
             self.front = Front(self._context, spec) if front else None
-            self.hub = Hub(self._context, self._workers_bind(), curve=spec.curve, allow_public=spec.allow_public)
+            hub = Hub(self._context, self._workers_bind(), curve=spec.curve, allow_public=spec.allow_public)
         except BaseException:
             self._release()
             raise
-        self.supervisor = Supervisor(spec, self.hub.address)
-        self._unwatch = self.hub.watch(self.waker) + (self.front.watch(self.waker) if self.front else [])
+        self.crew = Crew(spec, hub, self.started_ns, self.post, self._tell)
+        self._unwatch = hub.watch(self.waker) + (self.front.watch(self.waker) if self.front else [])
 
     def _workers_bind(self) -> str:
         if self.spec.workers_bind:
@@ -84,11 +83,10 @@ class Runtime:
     def submit(self, client: int, message: wire.Request, reply: Reply) -> None:
         """A request is at the door: from here on it is ours, and `reply` gets exactly one result or error."""
         now_ns = clock.now_ns()
-        key = (client, message.id)
-        if key in self._by_id and self.front is not None:
+        if message.id in self._by_id.get(client, ()) and self.front is not None:
             client, reply = self.front.renew(client)
-            key = (client, message.id)
-        if key in self._by_id:
+        mine = self._by_id.setdefault(client, {})
+        if message.id in mine:
             self.counters["refused.duplicate_id"] += 1
             text = f"a request with id {message.id!r} of this client is still live"
             reply(wire.error_message(message.id, HeadwayError("duplicate_id", text, field="id")))
@@ -96,8 +94,19 @@ class Runtime:
         self._given += 1
         flight = Flight(self._given, client, message, reply, now_ns)
         self._flights[flight.rid] = flight
-        self._by_id[key] = flight.rid
-        self.door.enter(flight)
+        mine[message.id] = flight.rid
+        self._bytes += flight.bytes
+        limit = self.spec.policy.queue_mib << 20
+        if self.door.waiting >= self.spec.policy.queue_max:
+            text = (
+                f"{self.door.waiting} texts wait to be tokenised; the limit is {self.spec.policy.queue_max} (queue_max)"
+            )
+            self.refused(flight, HeadwayError("queue_full", text, retry_after_ms=BUSY_RETRY_MS))
+        elif self._bytes > limit and self._bytes > flight.bytes:
+            text = f"{self._bytes - flight.bytes} bytes of payloads are live; the limit is {limit} (queue_mib)"
+            self.refused(flight, HeadwayError("queue_full", text, retry_after_ms=BUSY_RETRY_MS))
+        else:
+            self.door.enter(flight)
 
     def entered(self, flight: Flight) -> None:
         """The door let the request in: the core decides from here on."""
@@ -105,7 +114,6 @@ class Runtime:
             return  # cancelled while its text was tokenised
         flight.entered = True
         message = flight.message
-        left_ms = message.deadline_ms
         self.post(
             ev.Submit(
                 rid=flight.rid,
@@ -114,7 +122,7 @@ class Runtime:
                 kind=flight.kind,
                 tokens=flight.tokens,
                 max_new=flight.params.max_new_tokens if flight.params else 0,
-                deadline_ns=None if left_ms is None else flight.arrived_ns + left_ms * clock.NS_PER_MS,
+                deadline_ns=None if message.deadline_ms is None else flight.deadline_ns,
                 priority=message.priority,
                 tenant=message.tenant or "",
             )
@@ -130,25 +138,33 @@ class Runtime:
 
     def cancel(self, client: int, request_id: str) -> bool:
         """End the live request with this id of this client. Whether there is one."""
-        rid = self._by_id.get((client, request_id))
+        rid = self._by_id.get(client, {}).get(request_id)
         if rid is None:
             return False
         flight = self._flights[rid]
         if flight.entered:
             self.post(ev.Cancel(rid))
         else:
-            self.refused(flight, HeadwayError("cancelled", "cancelled by the client"))
+            self.door.drop(flight, HeadwayError("cancelled", "cancelled by the client"))
         return True
 
     def client_gone(self, client: int) -> None:
         """A client will not read its replies: its work ends."""
-        for (owner, _), rid in list(self._by_id.items()):
-            if owner == client:
-                flight = self._flights[rid]
-                flight.reply = _nobody
-                if not flight.entered:
-                    self.refused(flight, HeadwayError("cancelled", "the client went away"))
+        for rid in list(self._by_id.get(client, {}).values()):
+            flight = self._flights[rid]
+            flight.reply = _nobody
+            if not flight.entered:
+                self.door.drop(flight, HeadwayError("cancelled", "the client went away"))
         self.post(ev.ClientGone(client))
+
+    def client_slow(self, client: int) -> None:
+        """A client does not read its replies: its work ends, and it is told."""
+        for rid in list(self._by_id.get(client, {}).values()):
+            flight = self._flights[rid]
+            if flight.entered:
+                self.post(ev.Cancel(rid, "slow_reader", "the client does not read its answers"))
+            else:
+                self.door.drop(flight, HeadwayError("slow_reader", "the client does not read its answers"))
 
     def post(self, event: ev.Event) -> None:
         """Something happened; the loop takes it up in its next turn."""
@@ -157,7 +173,8 @@ class Runtime:
 
     def drain(self, limit_ms: int) -> None:
         """Take no new work; let what is here finish for `limit_ms`."""
-        self.post(ev.Drain(clock.now_ns() + limit_ms * clock.NS_PER_MS))
+        self._drain_until_ns = clock.now_ns() + limit_ms * clock.NS_PER_MS
+        self.post(ev.Drain(self._drain_until_ns))
 
     def stop(self) -> None:
         """Leave the loop at once."""
@@ -170,147 +187,76 @@ class Runtime:
 
     # ------------------------------------------------------------ the loop
 
+    @property
+    def over(self) -> bool:
+        """Nothing will be done any more."""
+        return self._ended or self.drained or self._stopping
+
     async def run(self) -> None:
         """Until drained or stopped."""
-        while not self._stopping and not self.drained:
+        try:
+            while not self.over:
+                self._turn()
+                await self.waker.wait(self._wakeup_ns())
             self._turn()
-            await self.waker.wait(self._wakeup_ns())
-        self._turn()
-
-    @property
-    def _age_ns(self) -> int:
-        return clock.now_ns() - self.started_ns
+        finally:
+            self._ended = True
 
     def _wakeup_ns(self) -> int:
         if self._pending:
             return 0
-        at = min(self.core.wakeup_ns, self.supervisor.wakeup_ns)
+        at = min(self.core.wakeup_ns, self.crew.supervisor.wakeup_ns, self.door.wakeup_ns)
+        if self._drain_until_ns is not None and self.door.waiting:
+            at = min(at, self._drain_until_ns)
         return min(at, self.front.wakeup_ns) if self.front else at
 
     def _turn(self) -> None:
         """Take in all that has happened, step once, perform."""
         now_ns = clock.now_ns()
-        self._hear_workers()
-        self._watch_processes(now_ns)
+        self.crew.watch_processes(now_ns)
         if self.front is not None:
             self._hear_clients(self.front)
         self.door.collect()
+        self.crew.hear()
         now_ns = clock.now_ns()
         events, self._pending = self._pending, []
         if events:
             self._perform(self.core.step(events[0] if len(events) == 1 else ev.Together(events), now_ns), now_ns)
         elif now_ns >= self.core.wakeup_ns:
             self._perform(self.core.step(ev.Tick(), now_ns), now_ns)
-        self._rows.clear()
-        self._outcomes.clear()
+        self.crew.clear()
+        self.door.expire(now_ns)
+        self._look_drained(now_ns)
         if self.front is not None:
             self.front.flush(now_ns)
+        # A send, too, takes note of what has come, and then the descriptor says nothing more: so look before sleeping.
+        if self.crew.hub.pending or (self.front is not None and self.front.pending):
+            self.waker.set()
+
+    def _look_drained(self, now_ns: int) -> None:
+        """Drained when the core says so and nobody is left at the door; at the limit, whoever is there is told."""
+        if self._drain_until_ns is None:
+            return
+        if now_ns >= self._drain_until_ns:
+            self.door.drop_all(HeadwayError("shutting_down", "the server stopped before the request was done"))
+        if self._core_drained and not self.door.waiting and not self.drained:
+            self.drained = True
+            self._tell()
 
     def _hear_clients(self, front: Front) -> None:
         for client in front.gone():
             self.client_gone(client)
         for client in front.slow():
-            for (owner, _), rid in list(self._by_id.items()):
-                if owner == client:
-                    self.post(ev.Cancel(rid, "slow_reader", "the client does not read its answers"))
+            self.client_slow(client)
+        stop_ns = clock.now_ns() + INTAKE_NS
         for client, message, reply in front.receive():
             self.door.answer(client, message, reply)
-
-    def _hear_workers(self) -> None:
-        for worker in self.hub.lost():
-            self._lose(worker, "its connection ended")
-        for worker, message in self.hub.receive():
-            handler = _FROM_WORKER[type(message)]
-            handler(self, worker, message)
-
-    def _watch_processes(self, now_ns: int) -> None:
-        for ended in self.supervisor.poll(now_ns):
-            for worker, (pid, _) in list(self.pids.items()):
-                if pid == ended.pid:
-                    self._lose(worker, ended.reason)
-            why = self.supervisor.hopeless(ended.slot.spec)
-            if why:
-                self._hopeless(ended.slot.spec.name, why)
-
-    def _hopeless(self, name: str, why: str) -> None:
-        """No process of ours will serve this model any more."""
-        self.routes.hopeless[name] = why
-        for (model, kind), route in self.routes.routes.items():
-            if model == name and not route.workers:
-                self.post(ev.ServiceDown(model, kind, why))
-        if all(self.supervisor.hopeless(model) for model in self.spec.models):
-            self.failed = why
-        self._tell()
-
-    def _lose(self, worker: int, reason: str) -> None:
-        if self.pids.pop(worker, None) is None:
-            return
-        log.warning("worker %d is lost: %s", worker, reason)
-        self.hub.forget(worker)
-        self.routes.part(worker)
-        self.records.lost(worker, self._age_ns)
-        self.post(ev.WorkerLost(worker, reason))
-        self._tell()
+            if clock.now_ns() > stop_ns:
+                break
 
     def _tell(self) -> None:
         for call in self._changed:
             call()
-
-    # ------------------------------------------------------------ from workers
-
-    def _ready(self, worker: int, message: link.Ready) -> None:
-        card = message.card
-        local = message.host == link.hostname()
-        self.pids[worker] = (message.pid if local else 0, message.name)
-        if local:
-            self.supervisor.ready(message.pid, clock.now_ns())
-        self.routes.join(worker, card)
-        self.post(
-            ev.WorkerReady(
-                worker=worker,
-                name=message.name,
-                model=card.name,
-                kind=card.kind,
-                iteration=card.mode == "iteration",
-                max_batch=card.max_batch,
-                max_num_seqs=card.max_num_seqs,
-                prior_ns=card.prior_ns,
-            )
-        )
-        facts = ", ".join(f"{name} {value}" for name, value in card.facts.items())
-        log.info("worker %s serves %s of model %s (%s)", message.name, card.kind, card.name, facts)
-        self._tell()
-
-    def _beat(self, worker: int, message: link.Beat) -> None:
-        self.post(ev.Beat(worker, message.progress, message.busy))
-
-    def _done(self, worker: int, message: link.Done) -> None:
-        batch = message.batch
-        failed = []
-        for outcome in message.outcomes:
-            self._outcomes[(batch, outcome.rid)] = outcome
-            if outcome.code:
-                failed.append((outcome.rid, outcome.code, outcome.message))
-        self.records.done(batch, message.compute_ns, self._age_ns)
-        self.post(ev.BatchDone(worker, batch, message.compute_ns, message.tokens, tuple(failed)))
-
-    def _failed(self, worker: int, message: link.Failed) -> None:
-        if not message.rids:
-            self.records.done(message.batch, message.compute_ns, self._age_ns)
-        self.post(ev.BatchFailed(worker, message.batch, message.code, message.message, tuple(message.rids)))
-
-    def _step(self, worker: int, message: link.Step) -> None:
-        rows = []
-        age_ns = self._age_ns
-        for row in message.rows:
-            if row.tokens:
-                self._rows.setdefault((row.batch, row.rid), deque()).append(row.tokens)
-                self.records.tokens(row.batch, len(row.tokens), age_ns)
-            rows.append(ev.RowDone(row.batch, row.rid, len(row.tokens), row.finish, row.code, row.message))
-        self.post(ev.StepDone(worker, message.compute_ns, message.tokens, message.running, tuple(rows)))
-
-    def _bye(self, worker: int, message: link.Bye) -> None:
-        self._lose(worker, f"it left: {message.reason}")
 
     # ------------------------------------------------------------ actions
 
@@ -320,22 +266,29 @@ class Runtime:
 
     def _dispatch(self, action: act.Dispatch, now_ns: int) -> None:
         flights = [self._flights[rid] for rid in action.rids]
-        self.hub.send(action.worker, link.Run(action.batch, [flight.item() for flight in flights]))
+        self.crew.hub.send(action.worker, link.Run(action.batch, [flight.item() for flight in flights]))
         for flight in flights:
             flight.started(now_ns, action.running)
-        name = self.pids.get(action.worker, (0, "?"))[1]
-        self.records.start(action, name, flights, now_ns - self.started_ns)
+        self.crew.records.start(action, self.crew.name(action.worker), flights, now_ns - self.started_ns)
 
     def _forward(self, action: act.Forward, now_ns: int) -> None:
         for batch, rid in action.rows:
             flight = self._flights.get(rid)
-            tokens = self._rows[(batch, rid)].popleft()
-            if flight is not None and flight.push(tokens, now_ns):
+            tokens = self.crew.rows[(batch, rid)].popleft()
+            if flight is None:
+                continue
+            try:
+                complete = flight.push(tokens, now_ns)
+            except Exception as error:  # tokens that the tokenizer cannot read: this request's trouble only
+                log.exception("the tokens of a request could not be read")
+                self.post(ev.Cancel(rid, "internal", f"its tokens could not be read: {type(error).__name__}: {error}"))
+                continue
+            if complete:
                 self.post(ev.Satisfied(rid))
 
     def _drop(self, action: act.Drop, now_ns: int) -> None:
         del now_ns
-        self.hub.send(action.worker, link.Drop(action.batch, list(action.rids)))
+        self.crew.hub.send(action.worker, link.Drop(action.batch, list(action.rids)))
 
     def _refuse(self, action: act.Refuse, now_ns: int) -> None:
         del now_ns
@@ -345,30 +298,34 @@ class Runtime:
 
     def _end(self, action: act.End, now_ns: int) -> None:
         flight = self._forget(action.rid)
-        self.records.ended(action.batch, now_ns - self.started_ns)
+        self.crew.records.ended(action.batch, now_ns - self.started_ns)
         if flight is None:
             return
-        if action.code:
-            flight.fail(HeadwayError(action.code, action.message, retry_after_ms=action.retry_after_ms))
-        else:
-            flight.finish(action.finish, self._outcomes.get((action.batch, action.rid)), now_ns)
+        outcome = self.crew.outcomes.get((action.batch, action.rid))
+        error = HeadwayError(action.code or "internal", action.message, retry_after_ms=action.retry_after_ms)
+        if not action.code and flight.kind != "generate" and outcome is None:
+            error = HeadwayError("engine_error", "the worker ended the batch without a result for this request")
+        elif not action.code:
+            flight.finish(action.finish, outcome, now_ns)
+            return
+        flight.fail(error)
 
     def _restart(self, action: act.Restart, now_ns: int) -> None:
         del now_ns
-        pid, name = self.pids.get(action.worker, (0, "?"))
-        log.error("worker %s is given up: %s", name, action.reason)
-        self.supervisor.kill(pid)
-        self._lose(action.worker, action.reason)
+        self.crew.give_up(action.worker, action.reason)
 
     def _drained(self, action: act.Drained, now_ns: int) -> None:
         del action, now_ns
-        self.drained = True
-        self._tell()
+        self._core_drained = True
 
     def _forget(self, rid: int) -> Flight | None:
         flight = self._flights.pop(rid, None)
         if flight is not None:
-            del self._by_id[(flight.client, flight.message.id)]
+            self._bytes -= flight.bytes
+            mine = self._by_id[flight.client]
+            del mine[flight.message.id]
+            if not mine:
+                del self._by_id[flight.client]
         return flight
 
     # ------------------------------------------------------------ the end
@@ -378,10 +335,14 @@ class Runtime:
         with anyio.CancelScope(shield=True):
             for unwatch in self._unwatch:
                 unwatch()
-            self.hub.broadcast(link.Stop(drain=False))
-            await self.supervisor.stop(at_once=at_once)
+            for rid in list(self._flights):  # only if we were stopped rather than drained
+                flight = self._forget(rid)
+                if flight is not None:
+                    flight.fail(HeadwayError("shutting_down", "the server stopped before the request was done"))
+            self.crew.hub.broadcast(link.Stop(drain=False))
+            await self.crew.supervisor.stop(at_once=at_once)
             self.door.close()
-            self.hub.close()
+            self.crew.hub.close()
             self._release()
 
     def _release(self) -> None:
@@ -396,14 +357,6 @@ def _nobody(message: wire.ServerMessage) -> None:
     """The reply of a client that is gone."""
 
 
-_FROM_WORKER: dict[type, Callable[[Runtime, int, Any], None]] = {
-    link.Ready: Runtime._ready,
-    link.Beat: Runtime._beat,
-    link.Done: Runtime._done,
-    link.Failed: Runtime._failed,
-    link.Step: Runtime._step,
-    link.Bye: Runtime._bye,
-}
 _PERFORM: dict[type, Callable[[Runtime, Any, int], None]] = {
     act.Dispatch: Runtime._dispatch,
     act.Forward: Runtime._forward,

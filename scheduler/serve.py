@@ -31,7 +31,7 @@ async def serve(spec: ServerSpec, *, started: Started | None = None) -> int:
     signals = 0
 
     def changed() -> None:
-        if runtime.failed and not runtime.pids:
+        if runtime.crew.failed:
             runtime.stop()
 
     async def listen() -> None:
@@ -54,7 +54,7 @@ async def serve(spec: ServerSpec, *, started: Started | None = None) -> int:
     try:
         runtime.on_change(changed)
         assert runtime.front is not None
-        log.info("clients connect to %s, workers to %s", runtime.front.address, runtime.hub.address)
+        log.info("clients connect to %s, workers to %s", runtime.front.address, runtime.crew.hub.address)
         if started is not None:
             started(runtime)
         async with anyio.create_task_group() as tasks:
@@ -65,4 +65,4 @@ async def serve(spec: ServerSpec, *, started: Started | None = None) -> int:
         await runtime.close(at_once=signals > 1)
     if signals > 1:
         return EXIT_INTERRUPTED
-    return EXIT_NO_WORKER if runtime.failed and not signals else EXIT_OK
+    return EXIT_NO_WORKER if runtime.crew.failed and not signals else EXIT_OK

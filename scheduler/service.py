@@ -106,6 +106,8 @@ class Service:
             lane.decision = decision = self._ask(lane, free, policies, now_ns)
             if type(decision) is Launch:
                 return lane, decision.reason
+            if len(free) == 1:  # whoever is due later must not take the worker that this one waits with
+                return None
         return None
 
     def _ask(self, lane: Lane, free: list[Worker], policies: Policies, now_ns: int) -> Launch | Wait:
@@ -124,6 +126,8 @@ class Service:
             intervals=lane.intervals,
         )
         decision = policies.window(view, now_ns)
+        if type(decision) is Wait and decision.until_ns <= now_ns:
+            return Launch("window_over")
         if type(decision) is Wait and deadline_ns < NEVER_NS:
             if not self.cost.known:
                 return Launch("cost_unknown")  # no telling how long a batch takes: better not to wait

@@ -102,6 +102,7 @@ class PolicySpec(Frozen):
     ] = 0
     queue_max: Annotated[int, Field(ge=1, le=1 << 22, description="waiting requests, all lanes")] = 8192
     queue_tokens_max: Annotated[int, Field(ge=1, description="waiting input tokens, all lanes")] = 1 << 24
+    queue_mib: Annotated[int, Field(ge=1, description="memory of live `call` payloads, MiB")] = 1024
     in_flight_fraction: Annotated[
         float, Field(gt=0, le=1, description="share of max_num_seqs used, and advertised")
     ] = 0.7

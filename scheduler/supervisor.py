@@ -82,13 +82,16 @@ class Supervisor:
             return []
         self._next_poll_ns = now_ns + POLL_NS
         ended = [
-            self._ended(slot, code, now_ns)
+            self._ended(slot, _how(code), now_ns, hopeless=code == CANNOT_LOAD)
             for slot in self.slots
             if slot.process is not None and (code := slot.process.poll()) is not None
         ]
         for slot in self.slots:
             if slot.process is None and not slot.given_up and now_ns >= slot.start_at_ns:
-                self._start(slot)
+                try:
+                    self._start(slot)
+                except OSError as error:  # no memory, no process left: it may pass
+                    ended.append(self._ended(slot, f"could not be started: {error.strerror}", now_ns))
         return ended
 
     def ready(self, pid: int, now_ns: int) -> None:
@@ -121,21 +124,20 @@ class Supervisor:
         slot.process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
         log.info("worker %s started (process %d)", slot.name, slot.process.pid)
 
-    def _ended(self, slot: Slot, code: int, now_ns: int) -> Ended:
+    def _ended(self, slot: Slot, how: str, now_ns: int, *, hopeless: bool = False) -> Ended:
         pid, slot.process = slot.pid, None
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
         if slot.ready_ns and now_ns - slot.ready_ns > SETTLED_NS:
             slot.restarts = 0
-        if code == CANNOT_LOAD:
+        if hopeless:
             slot.given_up = "it cannot load its model; see its log above"
         elif slot.restarts >= self._spec.restarts_max:
-            slot.given_up = f"it ended {slot.restarts + 1} times in a row, last with {how}; see its log above"
+            slot.given_up = f"it ended {slot.restarts + 1} times in a row, last it {how}; see its log above"
         pause_ns = min(PAUSE_NS << slot.restarts, PAUSE_NS_MAX)
         slot.restarts += 1
         slot.start_at_ns = now_ns + pause_ns
         after = f"given up: {slot.given_up}" if slot.given_up else f"starting again in {pause_ns / NS_PER_S:.1f} s"
-        log.warning("worker %s (process %d) ended with %s; %s", slot.name, pid, how, after)
-        return Ended(slot, pid, f"worker {slot.name} ended with {how}", slot.given_up)
+        log.warning("worker %s (process %d) %s; %s", slot.name, pid, how, after)
+        return Ended(slot, pid, f"worker {slot.name} {how}", slot.given_up)
 
     def hopeless(self, model: ModelSpec) -> str:
         """Why no worker of this model will ever come from here, or empty."""
@@ -165,3 +167,7 @@ class Supervisor:
                 process.kill()
             process.wait()
             slot.process = None
+
+
+def _how(code: int) -> str:
+    return f"ended with signal {-code}" if code < 0 else f"ended with exit code {code}"

@@ -373,7 +373,7 @@ def _peek(body: bytes, name: str, kind: type[_T]) -> _T | None:
 
 def id_of(body: bytes) -> str | None:
     """The id of a message that did not decode, if one can be read: an error should find its request."""
-    found = _peek(body, "id", str) if len(body) <= MESSAGE_BYTES_MAX else None
+    found = _peek(body, "id", str)
     return found if found is not None and len(found) <= ID_CHARS_MAX else None
 
 
@@ -384,8 +384,8 @@ def error_message(id_: str | None, error: HeadwayError) -> Error:
         id=id_,
         code=error.code,
         message=error.message,
-        retryable=CODES[error.code].retryable,
-        http=CODES[error.code].http,
+        retryable=error.retryable,
+        http=error.http,
         field=error.field,
         retry_after_ms=error.retry_after_ms,
         partial=msgspec.convert(partial, Partial) if partial else None,

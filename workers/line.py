@@ -15,13 +15,12 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from headway.scheduler import link
+from headway.scheduler.keepalive import keep_alive
 from headway.scheduler.link import Done, Failed, Outcome, Row, Step
 from headway.workers.engine import Report
 from headway.workers.heart import Log, secure
 
 NAME_BYTES_MAX = 100  # a ZeroMQ identity has 255 at most
-PING_MS = 2000
-PONG_MS_MAX = 10_000  # a machine that vanished without a word is noticed by then
 RECONNECT_MS_MAX = 1000
 SEND_TRY_MS = 100  # between two looks at whether a full connection is still there
 
@@ -111,9 +110,7 @@ class Line:
         socket = self._socket
         socket.setsockopt(zmq.IDENTITY, self.identity)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.MAXMSGSIZE, link.LINK_BYTES_MAX)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, PING_MS)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, PONG_MS_MAX)
+        keep_alive(socket)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
         secure(socket, curve)
 

@@ -83,7 +83,7 @@ def _panel(spec: ServerSpec, runtime: "Runtime") -> Panel:
     """What was started: where to connect, what is served, how."""
     table = Table.grid(padding=(0, 2))
     table.add_row("clients", runtime.front.address if runtime.front else "")
-    table.add_row("workers", runtime.hub.address)
+    table.add_row("workers", runtime.crew.hub.address)
     for model in spec.models:
         started = (
             f"{model.workers} worker{'s' * (model.workers != 1)} x {model.threads} thread{'s' * (model.threads != 1)}"
