@@ -92,3 +92,20 @@ def test_a_failed_batch_costs_each_good_request_one_more_run() -> None:
     assert world.core.counters["requeued"] == 8
     assert world.core.counters["batches"] == 1 + 1 + 8
     assert number in world.machines
+
+
+def test_a_request_that_kills_later_and_later_does_not_take_the_service_along() -> None:
+    """It dies after its first new token each time, so no trial catches it: its losses in company are bounded."""
+    world = World(0)
+    world.join(iteration=True)
+    world.beat()
+    killer = world.submit(max_new=10_000)
+    for _ in range(20):
+        if killer in world.endings:
+            break
+        world.submit(max_new=10_000)
+        world.run(world.now_ns + 30 * MS)
+        world.lose(max(world.machines))
+        world.join(iteration=True)
+    assert world.endings[killer].code == "poison_request"
+    assert world.core.counters["workers_lost"] <= 4

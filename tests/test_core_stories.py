@@ -89,6 +89,25 @@ def a_long_input_goes_alone_and_at_once_but_takes_one_worker_only() -> World:
     return world
 
 
+def a_long_input_does_not_take_the_last_worker_from_one_that_waits_for_its_window() -> World:
+    world = World(0, window=fixed(wait_ns=20 * MS))
+    world.join()
+    world.submit()
+    world.run(5 * MS)
+    world.submit(tokens=2_000)
+    world.run(80 * MS)
+    return world
+
+
+def an_answer_found_complete_just_as_its_worker_dies_is_complete() -> World:
+    world = World(0)
+    number = world.join(iteration=True)
+    world.submit(max_new=50)
+    world.run(12 * MS)
+    world.step(ev.Together([ev.WorkerLost(number, "killed"), ev.Satisfied(1)]))
+    return world
+
+
 def requests_join_a_running_engine_and_leave_it() -> World:
     world = World(0, window=adaptive(cap_ns=100 * MS))
     world.join(iteration=True, max_num_seqs=4)
@@ -147,6 +166,8 @@ ALL: tuple[Callable[[], World], ...] = (
     a_waiting_request_is_told_on_time_and_never_reaches_the_worker,
     a_lost_worker_gives_its_requests_back_and_its_late_answer_says_nothing,
     a_long_input_goes_alone_and_at_once_but_takes_one_worker_only,
+    a_long_input_does_not_take_the_last_worker_from_one_that_waits_for_its_window,
+    an_answer_found_complete_just_as_its_worker_dies_is_complete,
     requests_join_a_running_engine_and_leave_it,
     draining_finishes_what_is_here_and_refuses_what_comes,
     a_drain_that_takes_too_long_ends_everything,

@@ -179,3 +179,12 @@ def test_importing_headway_is_cheap_and_starts_nothing() -> None:
     assert out.split() == ["[]", "1"]
     assert set(headway.__all__) <= set(dir(headway)) | set(headway._HOMES)
     assert all(getattr(headway, name) for name in headway.__all__)
+
+
+async def test_after_a_drain_everything_is_refused_and_nothing_hangs() -> None:
+    async with Scheduler(models=[ECHO], log_level="warning") as s:
+        await s.drain(1000)
+        await s.drain(1000)
+        with pytest.raises(HeadwayError) as caught:
+            await s.call(1)
+        assert caught.value.code == "shutting_down"
