@@ -207,7 +207,7 @@ def test_a_prompt_comes_back_one_byte_a_step() -> None:
     [
         ({"max_new_tokens": 3}, b"abc", "length"),
         ({"max_new_tokens": 6}, b"abcdef", "stop"),
-        ({"stop_token_ids": [ord("d")]}, b"abc", "stop"),
+        ({"stop_token_ids": [ord("d")]}, b"abcd", "stop"),
     ],
 )
 def test_endings(params: dict[str, Any], said: bytes, end: str) -> None:

@@ -204,15 +204,15 @@ class _Voice:
         self.fresh = True
 
     def speak(self) -> Row:
-        """The next token. A stop token ends the answer and is not part of it; `max_new_tokens` counts `done` too."""
+        """The next token. A stop token is the last of an answer, as in a real engine; `max_new_tokens` counts `done` too."""
         rid = self.item.rid
         said: list[int] = []
         if self.at < self.end:
             token = self.source[self.at]
-            if token in self.stops:
-                return Row(self.batch, rid, said, "stop")
             said.append(token)
             self.at += 1
+            if token in self.stops:
+                return Row(self.batch, rid, said, "stop")
         if self.at < self.end:
             return Row(self.batch, rid, said)
         return Row(self.batch, rid, said, "stop" if self.end == len(self.source) else "length")
