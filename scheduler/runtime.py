@@ -32,6 +32,7 @@ from headway.scheduler.waker import Waker
 log = logging.getLogger("headway.scheduler")
 
 INTAKE_NS = 5 * clock.NS_PER_MS  # time for clients' messages in one turn; the rest keep their place in the socket
+GATHER_NS = 500_000  # how long new requests may lie in the socket while every worker is busy
 BUSY_RETRY_MS = 200
 
 
@@ -56,6 +57,7 @@ class Runtime:
         self._pending: list[ev.Event] = []
         self._given = 0
         self._stopping = False
+        self._gathering = False
         self._ended = False
         self._changed: list[Callable[[], None]] = []
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -208,6 +210,8 @@ class Runtime:
         at = min(self.core.wakeup_ns, self.crew.supervisor.wakeup_ns, self.door.wakeup_ns)
         if self._drain_until_ns is not None and self.door.waiting:
             at = min(at, self._drain_until_ns)
+        if self._gathering:
+            at = min(at, clock.now_ns() + GATHER_NS)
         return min(at, self.front.wakeup_ns) if self.front else at
 
     def _turn(self) -> None:
@@ -229,9 +233,21 @@ class Runtime:
         self._look_drained(now_ns)
         if self.front is not None:
             self.front.flush(now_ns)
-        # A send, too, takes note of what has come, and then the descriptor says nothing more: so look before sleeping.
-        if self.crew.hub.pending or (self.front is not None and self.front.pending):
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """A send, too, takes note of what has come, and then the descriptor says nothing more: so look before sleeping.
+
+        While every worker is busy, new requests may gather for a moment: a turn costs more than a request.
+        """
+        self._gathering = False
+        if self.crew.hub.pending:
             self.waker.set()
+        elif self.front is not None and self.front.pending:
+            if any(service.fleet.free for service in self.core.services.values()):
+                self.waker.set()
+            else:
+                self._gathering = True
 
     def _look_drained(self, now_ns: int) -> None:
         """Drained when the core says so and nobody is left at the door; at the limit, whoever is there is told."""
