@@ -204,7 +204,7 @@ class _Voice:
         self.fresh = True
 
     def speak(self) -> Row:
-        """The next token. A stop token is the last of an answer, as in a real engine; `max_new_tokens` counts `done` too."""
+        """The next token. A stop token is the last of an answer; `max_new_tokens` counts `done` too."""
         rid = self.item.rid
         said: list[int] = []
         if self.at < self.end:
