@@ -6,6 +6,7 @@ A decision is: a batch comes back, and the next one is closed and dispatched, at
 this needs no server and no model. Sizes alternate in one run; medians are shown.
 """
 
+import argparse
 import gc
 import statistics
 
@@ -108,6 +109,12 @@ def measure() -> tuple[dict[int, float], float]:
 
 def main() -> None:
     """Print the table."""
+    argparse.ArgumentParser(prog="python -m headway.bench.core_speed", description=__doc__).parse_args()
+    show()
+
+
+def show() -> None:
+    """Measure, and print the table."""
     costs, rate = measure()
     table = Table(title="One decision of the core")
     table.add_column("waiting", justify="right")

@@ -232,7 +232,7 @@ def main() -> None:
     samples = compare(options.seconds, options.rounds)
     rows = summary(samples)
     show(rows, console)
-    core_speed.main()
+    core_speed.show()
     if options.json:
         options.json.write_text(json.dumps({"summary": rows, "samples": msgspec.to_builtins(samples)}, indent=1))
 

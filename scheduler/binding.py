@@ -42,6 +42,7 @@ class Binding:
     def __init__(
         self, sock: "zmq.Socket[bytes]", address: str, *, curve: Curve | None = None, allow_public: bool = False
     ) -> None:
+        _check_form(address)
         check_private(address, curve=curve is not None, allow_public=allow_public)
         if curve is not None:
             sock.curve_server = True
@@ -121,6 +122,15 @@ class Binding:
         self._lock_path.unlink(missing_ok=True)
         os.close(self._lock)
         self._lock = None
+
+
+def _check_form(address: str) -> None:
+    """libzmq takes port numbers modulo 65536, and says little about the rest."""
+    if address.startswith(("ipc://", "inproc://")):
+        return
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not (port in "*" or (port.isdigit() and int(port) < 1 << 16)):
+        raise BindError(f"{address!r} is no address: say tcp://host:port (port up to 65535) or ipc:///path/to/socket")
 
 
 def _is_path(address: str) -> bool:

@@ -98,9 +98,11 @@ class Crew:
         return reasons[0] if all(reasons) else ""
 
     def lose(self, worker: int, reason: str, *, orderly: bool = False) -> None:
-        if self.pids.pop(worker, None) is None:
+        if worker not in self.pids:
             return
-        log.warning("worker %d is lost: %s", worker, reason)
+        say = log.info if orderly else log.warning
+        say("worker %s is %s: %s", self.name(worker), "gone" if orderly else "lost", reason)
+        del self.pids[worker]
         self.hub.forget(worker)
         self.routes.part(worker)
         self.records.lost(worker, self._age_ns())

@@ -115,6 +115,7 @@ class Scheduler(Client):
         **keys: Any,
     ) -> None:
         super().__init__(tenant=tenant, max_retries=max_retries)
+        keys = {"log_level": "warning", **keys}  # a library is quiet unless told otherwise
         server = {name: keys.pop(name) for name in list(keys) if name in ServerSpec.model_fields}
         if models is not None and (model is not None or keys):
             raise ValueError(f"give either models or model; found models and {model or ', '.join(keys)}")

@@ -62,6 +62,7 @@ class Supervisor:
         self._connect = connect
         self._next_poll_ns = 0
         self.stopping = False
+        self.hurry = False  # do not wait for anybody any more
         self.slots: list[Slot] = []
         for model in spec.models:
             numbers = count()
@@ -158,12 +159,13 @@ class Supervisor:
             if at_once or not slot.ready_ns:  # one that still loads has nothing to finish, and hears nothing
                 process.kill()
         for _ in range(int(GRACE_S / LOOK_S)):
-            if all(process.poll() is not None for _, process in left):
+            if self.hurry or all(process.poll() is not None for _, process in left):
                 break
             await anyio.sleep(LOOK_S)
         for slot, process in left:
             if process.poll() is None:
-                log.warning("worker %s does not leave; it is killed", slot.name)
+                if not self.hurry:
+                    log.warning("worker %s does not leave; it is killed", slot.name)
                 process.kill()
             process.wait()
             slot.process = None

@@ -286,7 +286,7 @@ def test_json(run: Callable[..., Result]) -> None:
 def test_tables(run: Callable[..., Result]) -> None:
     info = run("info").stdout
     assert "headway 9.9, protocol 1, serving" in info
-    assert "a max" in info
+    assert "a_max" in info
     status = run("status", "--batches", "1").stdout
     assert all(part in status for part in ("serving, up for 5 s", "waiting", "waited ms", "2.5", "idle", "done"))
     assert "zero" not in status

@@ -1,7 +1,10 @@
 """The commands together. What each does is in the file of its noun."""
 
+from typing import Annotated
+
 import typer
 
+from headway import __version__
 from headway.cli import ask, servers, show
 from headway.cli.exits import EXITS, Exits, exits, teach
 
@@ -21,5 +24,22 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"headway {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version and leave")
+    ] = False,
+) -> None:
+    del version
+
+
 for noun in (servers, ask, show):
     noun.register(app)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 ADDRESS = "tcp://127.0.0.1:5555"  # the default of the key `bind`
 TIMEOUT_MS = 5_000
 KEY_CHARS = 40
+RETRIES_MAX = 60  # with the server's hint of a second, this waits for a model that is still loading
 TOGETHER_MAX = 1024  # requests handed to the client at once; it sends as many as the server advertises
 
 Connect = Annotated[
@@ -33,7 +34,7 @@ Timeout = Annotated[
     typer.Option("--timeout-ms", min=1, help="how long to try to connect; longer, to wait for a server that starts"),
 ]
 Model = Annotated[str | None, typer.Option("--model", help="which of the server's models; needed if it serves several")]
-Tenant = Annotated[str | None, typer.Option("--tenant", help="on whose behalf; tenants share fairly")]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="on whose behalf")]
 Priority = Annotated[int, typer.Option("--priority", help="lower is sooner")]
 Deadline = Annotated[
     int | None,
@@ -66,7 +67,7 @@ def ask(connect: str, key: str | None, timeout_ms: int, work: Callable[["Client"
     from headway.scheduler.client import Client
 
     async def main() -> T:
-        async with Client(connect, curve_server_key=key, timeout_ms=timeout_ms) as client:
+        async with Client(connect, curve_server_key=key, timeout_ms=timeout_ms, max_retries=RETRIES_MAX) as client:
             return await work(client)
 
     return anyio.run(main)

@@ -6,6 +6,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -18,6 +19,12 @@ if TYPE_CHECKING:
     from headway.scheduler.client import Client
     from headway.scheduler.wire import InfoReply, StatusReply
 
+SHOWN = {  # what fits a terminal of 80 columns; --json has the rest
+    "lanes": ("model", "lane", "waiting", "rule_ms", "waits_ms", "cost_fixed_ms", "cost_per_token_ms"),
+    "workers": ("worker", "pid", "kind", "running", "cap", "failures"),
+    "batches": ("batch", "lane", "size", "running", "reason", "waited_ms", "ttft_ms", "took_ms", "output_tokens"),
+}
+HEADINGS = {"cost_fixed_ms": "fixed ms", "cost_per_token_ms": "token ms", "output_tokens": "tokens"}
 WIDTH_PIPED = 200  # columns where there is no terminal to ask
 PACKAGES = ("torch", "transformers", "tokenizers", "pyzmq", "msgspec", "pydantic", "flash-attn")
 
@@ -45,7 +52,7 @@ def status(
     every_ms: Annotated[int, typer.Option(min=50, help="how often --watch asks")] = 1000,
     batches: Annotated[
         int, typer.Option("--batches", "-b", min=0, max=256, help="show so many of the last batches")
-    ] = 0,
+    ] = 10,
     as_json: Json = False,
     connect: Connect = ADDRESS,
     server_key: ServerKey = None,
@@ -126,7 +133,7 @@ def _status(reply: "StatusReply") -> RenderableType:
     parts: list[RenderableType] = [Text(f"{reply.state}, up for {reply.uptime_s:,.0f} s")]
     for title, rows in (("lanes", reply.lanes), ("workers", reply.workers), ("batches", reply.batches)):
         if rows:
-            parts.append(table_of(title, rows))
+            parts.append(table_of(title, [{key: row[key] for key in SHOWN[title] if key in row} for row in rows]))
     parts.append(pairs_of("counters", counters))
     return Group(*parts)
 
@@ -134,7 +141,7 @@ def _status(reply: "StatusReply") -> RenderableType:
 def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """One row for each map, one column for each key that any of them has, in order of appearance."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for column in columns:
         numeric = all(isinstance(row.get(column, 0), (int, float)) for row in rows)
         table.add_column(_heading(column), justify="right" if numeric else "left")
@@ -145,13 +152,15 @@ def table_of(title: str, rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def pairs_of(title: str, values: Mapping[str, Any]) -> Table:
     """One row for each key."""
-    table = Table(title=title, title_justify="left", show_header=False)
+    table = Table(title=title, title_justify="left", show_header=False, box=box.SIMPLE, padding=(0, 1, 0, 0))
     for key, value in values.items():
-        table.add_row(Text(_heading(key)), Text(cell(key, value)))
+        table.add_row(Text(key), Text(cell(key, value)))
     return table
 
 
 def _heading(key: str) -> str:
+    if key in HEADINGS:
+        return HEADINGS[key]
     for unit, shown in (("_ns", "_ms"), ("_bytes", "_mib")):
         key = key.removesuffix(unit) + shown if key.endswith(unit) else key
     return key.replace("_", " ")
