@@ -50,7 +50,7 @@ def answers(message: wire.ClientMessage) -> list[wire.ServerMessage]:
                 wire.InfoReply(id=id_, protocol=1, server="9.9", models=models, limits={"a_max": 7}, state="serving")
             ]
         case wire.Status():
-            batch = {"batch": 1, "reason": "idle", "waited_ns": 2_500_000}
+            batch = {"batch": 1, "reason": "idle", "waited_ms": 2.5}
             lanes = [{"model": "m", "waiting": 3}, {"model": "n", "paused": True}]
             return [
                 wire.StatusReply(
