@@ -9,7 +9,7 @@ import socket
 import sys
 from array import array
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Raw, Struct
@@ -31,36 +31,35 @@ def hostname() -> str:
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids as little-endian uint32."""
-    packed = array("I", ids)
-    if _SWAP:
-        packed.byteswap()
-    return packed.tobytes()
+    return _pack(array("I", ids))
 
 
 def unpack_ids(data: bytes) -> list[int]:
     """The token ids in `data`; its length must be a multiple of 4."""
-    ids = array("I")
-    ids.frombytes(data)
-    if _SWAP:
-        ids.byteswap()
-    return ids.tolist()
+    return _unpack(array("I"), data)
 
 
 def pack_floats(values: Iterable[float]) -> bytes:
     """Numbers as little-endian float32."""
-    packed = array("f", values)
-    if _SWAP:
-        packed.byteswap()
-    return packed.tobytes()
+    return _pack(array("f", values))
 
 
 def unpack_floats(data: bytes) -> list[float]:
     """The numbers in `data`; its length must be a multiple of 4."""
-    values = array("f")
-    values.frombytes(data)
+    return _unpack(array("f"), data)
+
+
+def _pack(values: "array[Any]") -> bytes:
     if _SWAP:
         values.byteswap()
-    return values.tolist()
+    return values.tobytes()
+
+
+def _unpack(empty: "array[Any]", data: bytes) -> list[Any]:
+    empty.frombytes(data)
+    if _SWAP:
+        empty.byteswap()
+    return empty.tolist()
 
 
 class Tokenizer(Struct, frozen=True, array_like=True):
