@@ -35,8 +35,8 @@ async def test_a_time_out_equal_to_the_usual_latency_loses_nothing_at_either_end
             books = client.counters
             assert books.sent == books.answered + books.timed_out + books.cancelled
         status = server.clients[0].status()["counters"]
-        assert status["received"] == books.sent
-        assert status["received"] == sum(n for name, n in status.items() if name.startswith(("ended.", "refused.")))
+        # one whose time was over when it came is refused at the door, before the core
+        assert books.sent == sum(n for name, n in status.items() if name.startswith(("ended.", "refused.")))
 
 
 async def test_the_advertised_concurrency_is_kept() -> None:
