@@ -75,6 +75,8 @@ ADAPTIVE = adaptive(cap_ns=CAP)
         (ADAPTIVE, view(STEADY, waiting=32), 0, Launch("full")),
         (ADAPTIVE, view(seen(*[1.0] * 15)), 0, Launch("too_few_intervals")),
         (ADAPTIVE, view(SPARSE), 0, Launch("only_idle_gaps")),
+        (ADAPTIVE, view(seen(*[0.2] * 40)), 0, Launch("window_too_short")),
+        (ADAPTIVE, view(STEADY, cost=Cost(2_000, 0, 0, known=True)), 0, Launch("only_idle_gaps")),
         (ADAPTIVE, view(STEADY, cost=Cost()), 0, Launch("only_idle_gaps")),
         (ADAPTIVE, view(STEADY, engine_running=True), 0, Launch("joins_running")),
         (ADAPTIVE, view(seen(*[7.0] * 40), waiting=4), 0, Launch("waiting_does_not_pay")),

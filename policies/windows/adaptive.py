@@ -15,6 +15,7 @@ interval longer than C is an idle gap, not an interval:
 
 Because C <= a for kappa <= 1, an interval that contains a service is longer than C and is censored: the waiting cannot
 feed on itself, which is what makes the literal rule diverge with closed-loop clients. At most C is added to a request.
+A window under GRAIN_NS is not opened at all.
 a and m are better underestimated than over: half of a is harmless, twice is not.
 
 Source: the rule is the project's own; the argument that a wait should not exceed the cost it may save is ski rental
@@ -24,6 +25,8 @@ ServeGen): insensitive to 32-1024 intervals, multipliers 1-2 and quantiles 90-99
 
 from headway.policies.views import LaneView, Launch, Wait, Window
 from headway.policies.windows.p95 import MULTIPLIER, SEEN_MIN
+
+GRAIN_NS = 1_000_000  # a timer of the live loop fires up to a millisecond late: a shorter window cannot be kept
 
 
 def longest_ns(view: LaneView, now_ns: int, cap_ns: int, kappa: float) -> float:
@@ -63,6 +66,8 @@ def adaptive(*, cap_ns: int, kappa: float = 1.0, eta: float = 0.5) -> Window:
         if p95_ns is None:
             return Launch("only_idle_gaps")
         window_ns = min(MULTIPLIER * p95_ns, longest)
+        if window_ns < GRAIN_NS:
+            return Launch("window_too_short")
         if not pays(view, window_ns, eta):
             return Launch("waiting_does_not_pay")
         until = int(min(view.last_arrival_ns + window_ns, view.oldest_arrival_ns + longest))
