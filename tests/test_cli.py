@@ -26,7 +26,7 @@ from headway.scheduler.errors import HeadwayError
 from headway.scheduler.spec import ModelSpec, PolicySpec, ServerSpec
 
 NOWHERE = "tcp://127.0.0.1:1"
-COMMANDS = ["serve", "worker", "generate", "embed", "call", "info", "status", "version", "demo"]
+COMMANDS = ["serve", "worker", "generate", "embed", "call", "info", "status", "version", "demo", "simulate"]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
 
