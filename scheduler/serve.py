@@ -72,6 +72,8 @@ async def serve(spec: ServerSpec, *, started: Started | None = None) -> int:
         finally:  # signals are still heard while the workers leave
             await runtime.close(at_once=signals > 1)
         tasks.cancel_scope.cancel()
+    for number in (signal.SIGTERM, signal.SIGINT):  # all is done: one more must not spoil the exit code
+        signal.signal(number, signal.SIG_IGN)
     if signals > 1:
         return EXIT_INTERRUPTED
     log.info("%s", runtime.crew.failed if runtime.crew.failed and not signals else "drained: all is done")
