@@ -179,6 +179,7 @@ async def _show(address: str, server: "subprocess.Popen[bytes]", lines: list[Lin
         await _wait_for_model(client, server, console)
         took_s = await _burst(client, lines, console)
         status = await client.status(batches=64)
+    console.print()
     console.print(batch_table(status.batches))
     tokens = sum(line.tokens for line in lines)
     console.print(
