@@ -143,3 +143,7 @@ class Policies:
     long_concurrency: int = 0  # 0: half of the workers, at least one
     in_flight_fraction: float = 0.7
     poison_after: int = 2
+
+    def in_flight_max(self, max_num_seqs: int) -> int:
+        """How many of the requests that a generating worker could hold it gets, and clients are told to keep to."""
+        return max(1, int(self.in_flight_fraction * max_num_seqs))

@@ -1,4 +1,4 @@
-"""Do the books add up? O(everything): after each step in tests, when idle in production."""
+"""Do the books add up? O(everything): after each step in tests."""
 
 from typing import TYPE_CHECKING
 

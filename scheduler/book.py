@@ -27,7 +27,6 @@ class Request(Struct, gc=False, eq=False):
     service: Any
     long: bool
     tokens: int
-    max_new: int
     deadline_ns: int
     arrived_ns: int
     key: int
@@ -35,7 +34,6 @@ class Request(Struct, gc=False, eq=False):
     state: str = "waiting"
     batch: int = 0
     seq: int = 0
-    produced: int = 0
     losses: int = 0
     suspect: bool = False
 

@@ -114,7 +114,6 @@ class Core:
             service=service,
             long=event.tokens > self.policies.bypass_tokens,
             tokens=event.tokens,
-            max_new=event.max_new,
             deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
             arrived_ns=now_ns,
             key=self.policies.order(event, now_ns),
@@ -154,15 +153,12 @@ class Core:
 
     def _worker_ready(self, event: ev.WorkerReady, now_ns: int) -> None:
         service = self._service(event.model, event.kind, now_ns)
-        cap = event.max_num_seqs
-        if event.iteration:
-            cap = max(1, int(self.policies.in_flight_fraction * cap))
         worker = Worker(
             worker=event.worker,
             name=event.name,
             iteration=event.iteration,
             max_batch=event.max_batch,
-            cap=cap,
+            cap=self.policies.in_flight_max(event.max_num_seqs) if event.iteration else event.max_num_seqs,
             seen_ns=now_ns,
             progress_ns=now_ns,
         )
@@ -245,7 +241,6 @@ class Core:
             self._row(request, row, worker)
 
     def _row(self, request: Request, row: ev.RowDone, worker: Worker) -> None:
-        request.produced += row.new
         if row.new and request.suspect:  # it has shown itself harmless
             request.suspect = False
             if worker.trial == request.rid:
@@ -364,7 +359,7 @@ class Core:
         if not worker.running:
             worker.progress_ns = now_ns
         tokens = sum([request.tokens for request in taken])
-        batch = Batch(self._batches, worker.worker, dict.fromkeys(rids), now_ns, tokens, len(taken) * taken[0].long)
+        batch = Batch(self._batches, dict.fromkeys(rids), tokens, len(taken) * taken[0].long)
         service.fleet.start(worker, batch, taken[0].rid if taken[0].suspect else 0)
         self.counters["batches"] += 1
         self.counters[f"launched.{reason}"] += 1
@@ -433,5 +428,5 @@ class Core:
         self._out.append(act.End(request.rid, request.batch, code, message, finish, retry_after_ms))
 
     def audit(self) -> None:
-        """Check the books; AssertionError names what does not add up. For tests, and when idle."""
+        """Check the books; AssertionError names what does not add up. O(everything): for tests."""
         audit(self)

@@ -15,9 +15,7 @@ class Batch(Struct, eq=False):
     """A batch in flight. `rids`: who still has a seat in it."""
 
     batch: int
-    worker: int
     rids: dict[int, None]
-    dispatched_ns: int
     tokens: int
     long: int  # how many long inputs in it have not shown a first result
 

@@ -23,8 +23,7 @@ def state(runtime: "Runtime") -> str:
 
 def concurrency(runtime: "Runtime", route: Route) -> int:
     """How many requests clients should keep in flight: in_flight_fraction x max_num_seqs, over the workers."""
-    fraction = runtime.spec.policy.in_flight_fraction
-    return sum(max(1, int(fraction * card.max_num_seqs)) for card in route.workers.values())
+    return sum(runtime.core.policies.in_flight_max(card.max_num_seqs) for card in route.workers.values())
 
 
 def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:

@@ -19,7 +19,7 @@ from headway.scheduler import actions as act
 from headway.scheduler import clock, link, wire
 from headway.scheduler import events as ev
 from headway.scheduler.chosen import policies_of
-from headway.scheduler.core import Core
+from headway.scheduler.core import STOPPED, Core
 from headway.scheduler.crew import Crew
 from headway.scheduler.door import Door
 from headway.scheduler.errors import HeadwayError
@@ -98,17 +98,21 @@ class Runtime:
         self._flights[flight.rid] = flight
         mine[message.id] = flight.rid
         self._bytes += flight.bytes
-        limit = self.spec.policy.queue_mib << 20
-        if self.door.waiting >= self.spec.policy.queue_max:
-            text = (
-                f"{self.door.waiting} texts wait to be tokenised; the limit is {self.spec.policy.queue_max} (queue_max)"
-            )
-            self.refused(flight, HeadwayError("queue_full", text, retry_after_ms=BUSY_RETRY_MS))
-        elif self._bytes > limit and self._bytes > flight.bytes:
-            text = f"{self._bytes - flight.bytes} bytes of payloads are live; the limit is {limit} (queue_mib)"
-            self.refused(flight, HeadwayError("queue_full", text, retry_after_ms=BUSY_RETRY_MS))
+        full = self._full(flight)
+        if full:
+            self.refused(flight, HeadwayError("queue_full", full, retry_after_ms=BUSY_RETRY_MS))
         else:
             self.door.enter(flight)
+
+    def _full(self, flight: Flight) -> str:
+        """Why there is no room for it before the core, or empty."""
+        policy = self.spec.policy
+        if self.door.waiting >= policy.queue_max:
+            return f"{self.door.waiting} texts wait to be tokenised; the limit is {policy.queue_max} (queue_max)"
+        others, limit = self._bytes - flight.bytes, policy.queue_mib << 20
+        if others and self._bytes > limit:
+            return f"{others} bytes of payloads are live; the limit is {limit} (queue_mib)"
+        return ""
 
     def entered(self, flight: Flight) -> None:
         """The door let the request in: the core decides from here on."""
@@ -254,7 +258,7 @@ class Runtime:
         if self._drain_until_ns is None:
             return
         if now_ns >= self._drain_until_ns:
-            self.door.drop_all(HeadwayError("shutting_down", "the server stopped before the request was done"))
+            self.door.drop_all(HeadwayError("shutting_down", STOPPED))
         if self._core_drained and not self.door.waiting and not self.drained:
             self.drained = True
             self._tell()
@@ -318,13 +322,12 @@ class Runtime:
         if flight is None:
             return
         outcome = self.crew.outcomes.get((action.batch, action.rid))
-        error = HeadwayError(action.code or "internal", action.message, retry_after_ms=action.retry_after_ms)
-        if not action.code and flight.kind != "generate" and outcome is None:
-            error = HeadwayError("engine_error", "the worker ended the batch without a result for this request")
-        elif not action.code:
+        if action.code:
+            flight.fail(HeadwayError(action.code, action.message, retry_after_ms=action.retry_after_ms))
+        elif flight.kind == "generate" or outcome is not None:
             flight.finish(action.finish, outcome, now_ns)
-            return
-        flight.fail(error)
+        else:
+            flight.fail(HeadwayError("engine_error", "the worker ended the batch without a result for this request"))
 
     def _restart(self, action: act.Restart, now_ns: int) -> None:
         del now_ns
@@ -354,7 +357,7 @@ class Runtime:
             for rid in list(self._flights):  # only if we were stopped rather than drained
                 flight = self._forget(rid)
                 if flight is not None:
-                    flight.fail(HeadwayError("shutting_down", "the server stopped before the request was done"))
+                    flight.fail(HeadwayError("shutting_down", STOPPED))
             self.crew.hub.broadcast(link.Stop(drain=False))
             await self.crew.supervisor.stop(at_once=at_once)
             self.door.close()

@@ -12,6 +12,8 @@ from headway.scheduler.queue import Lane
 
 ORPHAN_NS = 10_000_000_000  # how long requests wait for a first or a new worker before they are told
 
+SAFETY, SAFETY_NS = 1.5, 1_000_000  # a window ends this many predicted batches, and this long, before a deadline
+
 
 class Service:
     """What the core keeps for one (model, kind). `abandoned_ns`: when whoever still waits for a worker is told."""
@@ -131,7 +133,7 @@ class Service:
         if type(decision) is Wait and deadline_ns < NEVER_NS:
             if not self.cost.known:
                 return Launch("cost_unknown")  # no telling how long a batch takes: better not to wait
-            latest = deadline_ns - int(1.5 * self.cost.batch_ns(view.waiting, lane.tokens)) - 1_000_000
+            latest = deadline_ns - int(SAFETY * self.cost.batch_ns(view.waiting, lane.tokens)) - SAFETY_NS
             if latest <= now_ns:
                 return Launch("deadline_near")
             if latest < decision.until_ns:
