@@ -132,6 +132,7 @@ class Crew:
                 max_batch=card.max_batch,
                 max_num_seqs=card.max_num_seqs,
                 prior_ns=card.prior_ns,
+                padded=card.padded,
             )
         )
         facts = ", ".join(f"{name} {value}" for name, value in card.facts.items())

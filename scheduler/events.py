@@ -45,7 +45,8 @@ class Satisfied(Struct, frozen=True, gc=False):
 
 
 class WorkerReady(Struct, frozen=True, gc=False):
-    """A worker registered. `prior_ns`: its own guess of (a, b, m), or empty."""
+    """A worker registered. `prior_ns`: its own guess of (a, b, m), or empty. `padded`: its batches are padded to their
+    longest input."""
 
     worker: int
     name: str
@@ -55,6 +56,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     max_batch: int
     max_num_seqs: int
     prior_ns: tuple[float, ...] = ()
+    padded: bool = False
 
 
 class Beat(Struct, frozen=True, gc=False):

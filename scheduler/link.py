@@ -82,7 +82,8 @@ class Card(Struct, frozen=True, array_like=True):
     (requests join and leave between steps). `max_batch`: most requests in one Run. `max_num_seqs`: most requests in
     the worker at once. `context_tokens`: input plus output (0: no such limit). `vocab_size` 0: unknown.
     `prior_ns`: a first guess of (fixed, per token, per request) cost, or empty. `facts`: what to show a person
-    (device, dtype, attention, ...).
+    (device, dtype, attention, ...). `padded`: batches are padded to their longest input, so similar lengths should
+    run together; an engine that packs, or sorts and cuts a batch itself, leaves it False.
     """
 
     name: str
@@ -97,6 +98,7 @@ class Card(Struct, frozen=True, array_like=True):
     prior_ns: tuple[float, ...] = ()
     tokenizer: Tokenizer | None = None
     facts: dict[str, str] = {}
+    padded: bool = False
 
 
 class Item(Struct, frozen=True, array_like=True):
