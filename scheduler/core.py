@@ -161,6 +161,7 @@ class Core:
             cap=self.policies.in_flight_max(event.max_num_seqs) if event.iteration else event.max_num_seqs,
             seen_ns=now_ns,
             progress_ns=now_ns,
+            kv_total=event.kv_tokens,
         )
         self.counters["workers_joined"] += 1
         service.join(worker, event.prior_ns)
@@ -222,6 +223,7 @@ class Core:
         service, worker = found
         worker.failures = 0
         worker.progress_ns = now_ns
+        worker.kv_used, worker.kv_total = event.kv_used, event.kv_total or worker.kv_total
         service.learned.observe(event.running, event.tokens, event.compute_ns)
         current: list[tuple[Request, ev.RowDone]] = []
         for row in event.rows:

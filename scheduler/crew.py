@@ -133,6 +133,7 @@ class Crew:
                 max_num_seqs=card.max_num_seqs,
                 prior_ns=card.prior_ns,
                 padded=card.padded,
+                kv_tokens=card.kv_tokens,
             )
         )
         facts = ", ".join(f"{name} {value}" for name, value in card.facts.items())
@@ -165,7 +166,17 @@ class Crew:
                 self.records.tokens(row.batch, len(row.tokens), age_ns)
             code = known(row.code) if row.code else ""
             rows.append(ev.RowDone(row.batch, row.rid, len(row.tokens), row.finish, code, row.message))
-        self._post(ev.StepDone(worker, message.compute_ns, message.tokens, message.running, tuple(rows)))
+        self._post(
+            ev.StepDone(
+                worker=worker,
+                compute_ns=message.compute_ns,
+                tokens=message.tokens,
+                running=message.running,
+                rows=tuple(rows),
+                kv_used=message.kv_used,
+                kv_total=message.kv_total,
+            )
+        )
 
     def _bye(self, worker: int, message: link.Bye) -> None:
         self.lose(worker, f"it left: {message.reason}", orderly=True)

@@ -44,9 +44,9 @@ class Satisfied(Struct, frozen=True, gc=False):
     rid: int
 
 
-class WorkerReady(Struct, frozen=True, gc=False):
+class WorkerReady(Struct, frozen=True, gc=False, repr_omit_defaults=True):
     """A worker registered. `prior_ns`: its own guess of (a, b, m), or empty. `padded`: its batches are padded to their
-    longest input."""
+    longest input. `kv_tokens`: what its cache holds (0: no cache, or not said)."""
 
     worker: int
     name: str
@@ -57,6 +57,7 @@ class WorkerReady(Struct, frozen=True, gc=False):
     max_num_seqs: int
     prior_ns: tuple[float, ...] = ()
     padded: bool = False
+    kv_tokens: int = 0
 
 
 class Beat(Struct, frozen=True, gc=False):
@@ -98,14 +99,17 @@ class RowDone(Struct, frozen=True, gc=False):
     message: str = ""
 
 
-class StepDone(Struct, frozen=True, gc=False):
-    """A step of an iteration-level engine. `tokens`: computed in it; `running`: requests in it."""
+class StepDone(Struct, frozen=True, gc=False, repr_omit_defaults=True):
+    """A step of an iteration-level engine. `tokens`: computed in it; `running`: requests in it; `kv_used` of `kv_total`
+    tokens of its cache are taken (0 of 0: it has none)."""
 
     worker: int
     compute_ns: int
     tokens: int
     running: int
     rows: tuple[RowDone, ...]
+    kv_used: int = 0
+    kv_total: int = 0
 
 
 class WorkerLost(Struct, frozen=True, gc=False):

@@ -21,7 +21,8 @@ class Batch(Struct, eq=False):
 
 
 class Worker(Struct, eq=False):
-    """A registered worker process. `cap`: most requests on it at once; `trial`: the suspect running there, or 0."""
+    """A registered worker process. `cap`: most requests on it at once; `trial`: the suspect running there, or 0;
+    `kv_used` of `kv_total` tokens of its cache were taken after its last step."""
 
     worker: int
     name: str
@@ -37,6 +38,8 @@ class Worker(Struct, eq=False):
     last_used: int = 0
     batches: dict[int, Batch] = field(default_factory=dict)
     running: int = 0
+    kv_used: int = 0
+    kv_total: int = 0
 
     @property
     def room(self) -> int:

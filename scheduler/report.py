@@ -108,6 +108,8 @@ def _workers(runtime: "Runtime", service: Service) -> list[dict[str, Any]]:
             "cap": worker.cap,
             "failures": worker.failures,
             "progress": worker.progress,
+            "kv_used": worker.kv_used,
+            "kv_total": worker.kv_total,
         }
         for worker in service.fleet.workers.values()
     ]

@@ -13,6 +13,15 @@ SEEDS = [*range(60), *(int(os.environ.get("HEADWAY_SEED", "0")) + i for i in ran
 WINDOWS = (greedy, fixed(wait_ns=5 * MS), adaptive(cap_ns=100 * MS))
 
 
+def test_a_step_says_how_much_of_its_workers_cache_is_taken() -> None:
+    core = World(0).core
+    core.step(ev.WorkerReady(1, "w", "m", "k", True, 8, 8, kv_tokens=4096), 0)
+    [worker] = core.services["m", "k"].fleet.workers.values()
+    assert (worker.kv_used, worker.kv_total) == (0, 4096)
+    core.step(ev.StepDone(1, 5, 5, 1, (), kv_used=160, kv_total=2048), 1)
+    assert (worker.kv_used, worker.kv_total) == (160, 2048)
+
+
 def _storm(world: World, rng: random.Random) -> None:
     """One thing that may happen."""
     live = sorted(set(world.asked) - set(world.endings))

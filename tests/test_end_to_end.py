@@ -82,6 +82,8 @@ def test_batched_chats_equal_solo_answers_token_for_token(server: Live, alone: A
         assert ending["text"] == tokenizer.decode(ending["token_ids"], skip_special_tokens=True)
         together = max(together, ending["timing"]["batch_size"])
     assert together >= 4, "the requests did not run together"
+    [worker] = [worker for worker in client.status()["workers"] if worker["model"] == "smollm2"]
+    assert 0 <= worker["kv_used"] < worker["kv_total"]
 
 
 def test_a_long_prompt_takes_its_own_lane_and_equals_its_solo_answer(server: Live, alone: Any) -> None:
