@@ -26,36 +26,64 @@ class Cost(NamedTuple):
 
 
 class LaneView(NamedTuple):
-    """A lane with at least one request waiting, at a moment when a worker could take a batch from it."""
+    """A lane with at least one request waiting, at a moment when an idle worker could take a batch from it."""
 
     waiting: int
     oldest_arrival_ns: int
     last_arrival_ns: int
+    arrivals_sum_ns: int  # waiting x now less this is how long all of them together have waited
     tightest_deadline_ns: int | None
     max_batch: int
     other_idle: bool  # another worker that could serve this lane is idle too
-    engine_running: bool  # iteration mode, and the engine is in the middle of other requests
     cost: Cost
     intervals: Intervals
 
 
 class Launch(NamedTuple):
-    """Close a batch now."""
+    """Close a batch now, with at most `most` requests; 0: as many as the worker takes.
+
+    `reason` is one of a few fixed words: each becomes a counter, `launched.<reason>`.
+    """
 
     reason: str
+    most: int = 0
 
 
 class Wait(NamedTuple):
-    """Leave the batch open until `until_ns`, or until the next event."""
+    """Leave the batch open until `until_ns`, which lies after now, or until the next event."""
 
     until_ns: int
     reason: str
 
 
 class Window(Protocol):
-    """Launch now, or wait? Asked only when a worker is free: a batch is never closed earlier (late binding)."""
+    """Launch now, or wait? Asked only when a worker is idle: a batch is never closed earlier (late binding), and what
+    arrives while an iteration-level engine runs joins it at its next step.
+
+    It may have a method `observe(requests: int, compute_ns: int)`, which is told of each batch of short inputs that ran
+    to its end on a one-shot engine. Answer and state follow from the arguments alone.
+    """
 
     def __call__(self, view: LaneView, now_ns: int) -> Launch | Wait: ...
+
+
+class WindowChoice(NamedTuple):
+    """A window, what people call it, and its bound: the core never waits longer from the oldest arrival."""
+
+    name: str
+    window: Window
+    bound_ns: int
+    kappa: float = 1.0
+
+    def longest_ns(self, cost: Cost) -> float:
+        """C: the longest wait that can pay, kappa x the fixed cost of a batch. A longer interval is an idle gap."""
+        return min(self.bound_ns, self.kappa * cost.a_ns)
+
+
+class WindowOf(Protocol):
+    """Which window? Asked once for each model and kind, so that what a window learns stays apart."""
+
+    def __call__(self, model: str, kind: str) -> WindowChoice: ...
 
 
 class Arrival(Protocol):
@@ -137,7 +165,7 @@ class Policies:
 
     admit: Admit
     order: Order
-    window: Window
+    window_of: WindowOf
     place: Place
     bypass_tokens: int = 1024
     long_concurrency: int = 0  # 0: half of the workers, at least one

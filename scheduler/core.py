@@ -189,7 +189,7 @@ class Core:
         service, worker, batch = current
         worker.failures = 0
         tokens = batch.tokens if service.kind == "call" else event.tokens  # a call's size is in its caller's measure
-        service.learned.observe(len(batch.rids), tokens, event.compute_ns)
+        service.observe(batch, tokens, event.compute_ns)
         bad = {rid: (code, message) for rid, code, message in event.failed}
         for rid in service.fleet.clear(worker, batch):
             request = self.book.current(rid, batch.batch)
@@ -384,7 +384,8 @@ class Core:
     def _service(self, model: str, kind: str, now_ns: int) -> Service:
         service = self.services.get((model, kind))
         if service is None:
-            service = self.services[(model, kind)] = Service(model, kind, now_ns)
+            window = self.policies.window_of(model, kind)
+            service = self.services[(model, kind)] = Service(model, kind, window, now_ns)
         return service
 
     def _current_batch(self, worker_id: int, batch_id: int, now_ns: int) -> tuple[Service, Worker, Batch] | None:

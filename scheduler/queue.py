@@ -16,6 +16,7 @@ class Lane:
         "_by_arrival",
         "_by_deadline",
         "_by_due",
+        "arrivals_sum_ns",
         "decision",
         "intervals",
         "last_arrival_ns",
@@ -28,6 +29,7 @@ class Lane:
         self.name = name
         self.waiting: dict[int, Request] = {}
         self.tokens = 0
+        self.arrivals_sum_ns = 0
         self.intervals = Intervals()
         self.last_arrival_ns = 0
         self.decision: Launch | Wait | None = None  # the last answer of the window, for people and for the wake-up
@@ -54,6 +56,7 @@ class Lane:
     def _enter(self, request: Request) -> None:
         self.waiting[request.rid] = request
         self.tokens += request.tokens
+        self.arrivals_sum_ns += request.arrived_ns
         self._by_due.push(request.key, request)
         self._by_arrival.push(request.arrived_ns, request)
         if request.deadline_ns < NEVER_NS:
@@ -63,6 +66,7 @@ class Lane:
         """The request is no longer waiting."""
         del self.waiting[request.rid]
         self.tokens -= request.tokens
+        self.arrivals_sum_ns -= request.arrived_ns
 
     def first(self) -> Request | None:
         """Who is due first."""

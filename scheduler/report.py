@@ -60,6 +60,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
     for name, count in [*runtime.counters.items(), *(runtime.front.counters.items() if runtime.front else ())]:
         counters[name] = counters.get(name, 0) + count
     counters["bad_link_messages"] = runtime.crew.hub.bad_messages
+    counters["window_faults"] = sum(service.window.faults for service in runtime.core.services.values())
     return wire.StatusReply(
         id=request_id,
         state=state(runtime),

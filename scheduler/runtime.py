@@ -25,6 +25,7 @@ from headway.scheduler.door import Door
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.front import Front, Reply
+from headway.scheduler.held import WINDOW_FAULT
 from headway.scheduler.hub import Hub
 from headway.scheduler.spec import ServerSpec
 from headway.scheduler.waker import Waker
@@ -60,6 +61,7 @@ class Runtime:
         self._gathering = False
         self._ended = False
         self._changed: list[Callable[[], None]] = []
+        self._blamed: set[tuple[str, str]] = set()  # whose window was logged as faulty
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.waker = Waker()
@@ -285,11 +287,20 @@ class Runtime:
             _PERFORM[type(action)](self, action, now_ns)
 
     def _dispatch(self, action: act.Dispatch, now_ns: int) -> None:
+        if action.reason == WINDOW_FAULT.reason:
+            self._blame_window(action.model, action.kind)
         flights = [self._flights[rid] for rid in action.rids]
         self.crew.hub.send(action.worker, link.Run(action.batch, [flight.item() for flight in flights]))
         for flight in flights:
             flight.started(now_ns, action.running)
         self.crew.records.start(action, self.crew.name(action.worker), flights, now_ns - self.started_ns)
+
+    def _blame_window(self, model: str, kind: str) -> None:
+        """Said once for each service; `status` counts on."""
+        if (model, kind) not in self._blamed:
+            self._blamed.add((model, kind))
+            window = self.core.services[(model, kind)].window
+            log.error("window %s of model %s (%s) counts as launch: %s", window.choice.name, model, kind, window.fault)
 
     def _forward(self, action: act.Forward, now_ns: int) -> None:
         for batch, rid in action.rows:

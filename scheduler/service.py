@@ -4,23 +4,23 @@ Short and long inputs wait in lanes of their own. A long input goes alone and at
 own, so that it neither pads others nor takes every worker. Between lanes, whoever is due first goes first.
 """
 
-from headway.policies.views import Cost, LaneView, Launch, Policies, Wait
+from headway.policies.views import Cost, LaneView, Launch, Policies, Wait, WindowChoice
 from headway.scheduler.book import NEVER_NS, Request
-from headway.scheduler.fleet import Fleet, Worker
+from headway.scheduler.fleet import Batch, Fleet, Worker
+from headway.scheduler.held import HeldWindow
 from headway.scheduler.latency import CostModel
 from headway.scheduler.queue import Lane
 
 ORPHAN_NS = 10_000_000_000  # how long requests wait for a first or a new worker before they are told
-
-SAFETY, SAFETY_NS = 1.5, 1_000_000  # a window ends this many predicted batches, and this long, before a deadline
+JOINS_RUNNING = Launch("joins_running")
 
 
 class Service:
     """What the core keeps for one (model, kind). `abandoned_ns`: when whoever still waits for a worker is told."""
 
-    __slots__ = ("abandoned_ns", "down", "fleet", "kind", "lanes", "learned", "long", "model", "short")
+    __slots__ = ("abandoned_ns", "down", "fleet", "kind", "lanes", "learned", "long", "model", "short", "window")
 
-    def __init__(self, model: str, kind: str, now_ns: int) -> None:
+    def __init__(self, model: str, kind: str, window: WindowChoice, now_ns: int) -> None:
         self.model = model
         self.kind = kind
         self.short = Lane("short")
@@ -28,6 +28,7 @@ class Service:
         self.lanes = (self.short, self.long)
         self.fleet = Fleet()
         self.learned = CostModel()
+        self.window = HeldWindow(window)
         self.abandoned_ns = now_ns + ORPHAN_NS
         self.down = ""
 
@@ -77,6 +78,12 @@ class Service:
         if not self.fleet.workers:
             self.abandoned_ns = now_ns + ORPHAN_NS
 
+    def observe(self, batch: Batch, tokens: int, compute_ns: int) -> None:
+        """A one-shot batch ran to its end: the cost model learns from it, and the window if it is one that learns."""
+        self.learned.observe(len(batch.rids), tokens, compute_ns)
+        if not batch.long:
+            self.window.observe(len(batch.rids), compute_ns)
+
     @property
     def wakeup_ns(self) -> int:
         """When a window closes, a deadline comes, or waiting for a worker is over."""
@@ -91,7 +98,10 @@ class Service:
 
     def batch_size(self, lane: Lane, worker: Worker) -> int:
         """How many the worker takes from this lane in one batch."""
-        return 1 if lane is self.long else worker.room
+        if lane is self.long:
+            return 1
+        most = lane.decision.most if type(lane.decision) is Launch else 0
+        return min(most, worker.room) if most else worker.room
 
     def long_bound(self, policies: Policies) -> int:
         """How many long inputs may run at once."""
@@ -105,37 +115,29 @@ class Service:
                 if self.fleet.long_running < self.long_bound(policies):
                     return lane, "long_alone"
                 continue
-            lane.decision = decision = self._ask(lane, free, policies, now_ns)
+            lane.decision = decision = self._ask(lane, free, now_ns)
             if type(decision) is Launch:
                 return lane, decision.reason
             if len(free) == 1:  # whoever is due later must not take the worker that this one waits with
                 return None
         return None
 
-    def _ask(self, lane: Lane, free: list[Worker], policies: Policies, now_ns: int) -> Launch | Wait:
-        """What the window says, held to the tightest deadline whatever it says."""
-        deadline_ns = lane.deadline_ns()
+    def _ask(self, lane: Lane, free: list[Worker], now_ns: int) -> Launch | Wait:
+        """What the window says. While an engine runs and no other worker is idle there is none: its next step comes
+        anyway, and a window would only add to the first token."""
         idle = sum(1 for worker in free if not worker.running)
+        if not idle:
+            return JOINS_RUNNING
+        deadline_ns = lane.deadline_ns()
         view = LaneView(
             waiting=len(lane.waiting),
             oldest_arrival_ns=lane.oldest_arrival_ns(),
             last_arrival_ns=lane.last_arrival_ns,
+            arrivals_sum_ns=lane.arrivals_sum_ns,
             tightest_deadline_ns=None if deadline_ns == NEVER_NS else deadline_ns,
             max_batch=max(worker.room for worker in free),
             other_idle=idle > 1,
-            engine_running=not idle,
             cost=self.cost,
             intervals=lane.intervals,
         )
-        decision = policies.window(view, now_ns)
-        if type(decision) is Wait and decision.until_ns <= now_ns:
-            return Launch("window_over")
-        if type(decision) is Wait and deadline_ns < NEVER_NS:
-            if not self.cost.known:
-                return Launch("cost_unknown")  # no telling how long a batch takes: better not to wait
-            latest = deadline_ns - int(SAFETY * self.cost.batch_ns(view.waiting, lane.tokens)) - SAFETY_NS
-            if latest <= now_ns:
-                return Launch("deadline_near")
-            if latest < decision.until_ns:
-                return Wait(latest, decision.reason)
-        return decision
+        return self.window.ask(view, lane.tokens, now_ns)

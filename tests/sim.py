@@ -11,13 +11,14 @@ from dataclasses import dataclass, field
 from headway.policies.admit import bounded
 from headway.policies.order import due_time
 from headway.policies.place import least_loaded
-from headway.policies.views import Policies, Window
+from headway.policies.views import Policies, Window, WindowChoice
 from headway.policies.windows import greedy
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
 from headway.scheduler.core import Core
 
 MS = 1_000_000
+BOUND_NS = 10_000 * MS  # of whatever window is given
 
 
 def policies(window: Window = greedy, **changes: object) -> Policies:
@@ -25,7 +26,7 @@ def policies(window: Window = greedy, **changes: object) -> Policies:
     keys: dict[str, object] = {
         "admit": bounded(queue_max=10_000, queue_tokens_max=1 << 24),
         "order": due_time,
-        "window": window,
+        "window_of": lambda _model, _kind: WindowChoice("given", window, BOUND_NS),
         "place": least_loaded,
     }
     return Policies(**(keys | changes))  # type: ignore[arg-type]

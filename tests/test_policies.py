@@ -13,7 +13,7 @@ from headway.policies.intervals import KEPT, Intervals
 from headway.policies.order import PATIENCE_NS, PRIORITY_STEP_NS, due_time
 from headway.policies.place import least_loaded
 from headway.policies.views import Arrival, Cost, DoorView, LaneView, Launch, Seat, Wait
-from headway.policies.windows import MAKERS, adaptive, fixed, greedy, make, p95, p95_clamped
+from headway.policies.windows import MAKERS, WindowSettings, adaptive, fixed, greedy, make, p95, p95_clamped
 from headway.scheduler.events import Submit
 
 MS = 1_000_000
@@ -37,10 +37,10 @@ def view(intervals: Intervals, **changes: object) -> LaneView:
         "waiting": 1,
         "oldest_arrival_ns": 0,
         "last_arrival_ns": 0,
+        "arrivals_sum_ns": 0,
         "tightest_deadline_ns": None,
         "max_batch": 32,
         "other_idle": False,
-        "engine_running": False,
         "cost": GPU,
         "intervals": intervals,
     }
@@ -78,7 +78,6 @@ ADAPTIVE = adaptive(cap_ns=CAP)
         (ADAPTIVE, view(seen(*[0.2] * 40)), 0, Launch("window_too_short")),
         (ADAPTIVE, view(STEADY, cost=Cost(2_000, 0, 0, known=True)), 0, Launch("only_idle_gaps")),
         (ADAPTIVE, view(STEADY, cost=Cost()), 0, Launch("only_idle_gaps")),
-        (ADAPTIVE, view(STEADY, engine_running=True), 0, Launch("joins_running")),
         (ADAPTIVE, view(seen(*[7.0] * 40), waiting=4), 0, Launch("waiting_does_not_pay")),
         (ADAPTIVE, view(STEADY, tightest_deadline_ns=5 * MS), 0, Launch("only_idle_gaps")),
     ],
@@ -124,7 +123,7 @@ def test_a_window_is_never_longer_than_its_limit_and_never_lies_in_the_past(
         other_idle=other_idle,
         tightest_deadline_ns=None if deadline_ns is None else now + deadline_ns,
     )
-    answer = make(name, cap_ns=CAP, fixed_ns=5 * MS)(lane, now)
+    answer = make(name, WindowSettings(cap_ns=CAP, fixed_ns=5 * MS)).window(lane, now)
     if isinstance(answer, Wait):
         limit = {"fixed": 5 * MS, "p95": 10_000 * MS}.get(name, CAP)
         assert now < answer.until_ns <= oldest + limit

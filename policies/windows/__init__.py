@@ -4,26 +4,39 @@
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from headway.policies.views import Window
+from headway.policies.views import Window, WindowChoice
 from headway.policies.windows.adaptive import adaptive
 from headway.policies.windows.fixed import fixed
 from headway.policies.windows.greedy import greedy
-from headway.policies.windows.p95 import p95, p95_clamped
+from headway.policies.windows.p95 import LITERAL_CAP_NS, p95, p95_clamped
 
-MAKERS: dict[str, Callable[[int, int], Window]] = {
-    "adaptive": lambda cap_ns, _fixed_ns: adaptive(cap_ns=cap_ns),
-    "efficiency": lambda cap_ns, _fixed_ns: adaptive(cap_ns=cap_ns, kappa=2.0, eta=1.0),
-    "fixed": lambda _cap_ns, fixed_ns: fixed(wait_ns=fixed_ns),
-    "greedy": lambda _cap_ns, _fixed_ns: greedy,
-    "p95": lambda _cap_ns, _fixed_ns: p95(),
-    "p95_clamped": lambda cap_ns, _fixed_ns: p95_clamped(cap_ns=cap_ns),
+
+class WindowSettings(NamedTuple):
+    """What an operator sets: the longest wait of the learning windows, and the wait of `fixed`."""
+
+    cap_ns: int
+    fixed_ns: int
+
+
+KAPPA_EFFICIENCY = 2.0
+
+MAKERS: dict[str, Callable[[WindowSettings], Window]] = {
+    "adaptive": lambda given: adaptive(cap_ns=given.cap_ns),
+    "efficiency": lambda given: adaptive(cap_ns=given.cap_ns, kappa=KAPPA_EFFICIENCY, eta=1.0),
+    "fixed": lambda given: fixed(wait_ns=given.fixed_ns),
+    "greedy": lambda _given: greedy,
+    "p95": lambda _given: p95(),
+    "p95_clamped": lambda given: p95_clamped(cap_ns=given.cap_ns),
 }
 
 
-def make(name: str, *, cap_ns: int, fixed_ns: int) -> Window:
-    """The window called `name`. Raises KeyError for a name that is not in MAKERS."""
-    return MAKERS[name](cap_ns, fixed_ns)
+def make(name: str, given: WindowSettings) -> WindowChoice:
+    """A new window called `name`, with its bound. Raises KeyError for a name that is not in MAKERS."""
+    bound_ns = {"fixed": given.fixed_ns, "p95": LITERAL_CAP_NS}.get(name, given.cap_ns)
+    kappa = KAPPA_EFFICIENCY if name == "efficiency" else 1.0
+    return WindowChoice(name, MAKERS[name](given), bound_ns, kappa)
 
 
-__all__ = ["MAKERS", "adaptive", "fixed", "greedy", "make", "p95", "p95_clamped"]
+__all__ = ["MAKERS", "WindowSettings", "adaptive", "fixed", "greedy", "make", "p95", "p95_clamped"]

@@ -57,8 +57,6 @@ def adaptive(*, cap_ns: int, kappa: float = 1.0, eta: float = 0.5) -> Window:
     def window(view: LaneView, now_ns: int) -> Launch | Wait:
         if view.waiting >= view.max_batch:
             return Launch("full")
-        if view.engine_running:
-            return Launch("joins_running")  # a step is coming anyway: a window would only add to the first token
         if len(view.intervals) < SEEN_MIN:
             return Launch("too_few_intervals")
         longest = longest_ns(view, now_ns, cap_ns, kappa)
