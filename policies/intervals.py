@@ -51,6 +51,10 @@ class Intervals:
         """Sum of the intervals that are at most `limit_ns`."""
         return sum(self._by_size[: self.count_upto(limit_ns)])
 
+    def above(self, limit_ns: float) -> list[int]:
+        """The intervals longer than `limit_ns`, shortest first."""
+        return self._by_size[self.count_upto(limit_ns) :]
+
     def p95_ns(self, limit_ns: float | None) -> int | None:
         """95th percentile (nearest rank) of the intervals up to `limit_ns`; None where there is none."""
         count = len(self._by_size) if limit_ns is None else self.count_upto(limit_ns)

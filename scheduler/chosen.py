@@ -12,7 +12,9 @@ from headway.scheduler.spec import PolicySpec
 def policies_of(spec: PolicySpec) -> Policies:
     """The policies an operator asked for."""
     given = WindowSettings(
-        cap_ns=int(spec.max_wait_cap_ms * clock.NS_PER_MS), fixed_ns=int(spec.fixed_wait_ms * clock.NS_PER_MS)
+        cap_ns=int(spec.max_wait_cap_ms * clock.NS_PER_MS),
+        fixed_ns=int(spec.fixed_wait_ms * clock.NS_PER_MS),
+        target_ns=int(spec.aimd_target_ms * clock.NS_PER_MS),
     )
 
     def window_of(model: str, kind: str) -> WindowChoice:

