@@ -15,7 +15,7 @@ import anyio
 
 from headway.scheduler import clock, wire
 from headway.scheduler.client_socket import Line, Mailbox
-from headway.scheduler.client_types import Delta, Generation, generation_of
+from headway.scheduler.client_types import Delta, Generation, delta_of, generation_of
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.retry import Retry
 
@@ -210,7 +210,7 @@ class Stream:
             raise StopAsyncIteration
         piece = await self._call.next()
         if isinstance(piece, wire.Delta):
-            return Delta(piece.seq, piece.text, tuple(piece.token_ids))
+            return delta_of(piece)
         self._result = generation_of(piece, self._call.attempts)
         raise StopAsyncIteration
 

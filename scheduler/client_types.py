@@ -23,25 +23,52 @@ class Options(TypedDict, total=False):
 
 
 class GenerateOptions(Options, total=False):
-    """And the fields of wire.Params; their meaning and limits are documented there and in docs/protocol.md."""
+    """And the fields of wire.Params; their meaning and limits are documented there and in docs/protocol.md.
+
+    None is the same as leaving it out.
+    """
 
     max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
+    min_tokens: int
+    temperature: float | None
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float | None
+    presence_penalty: float
+    frequency_penalty: float
     seed: int | None
     stop: list[str] | str
     stop_token_ids: list[int]
     ignore_eos: bool
     logit_bias: dict[int, float]
+    logprobs: int | None
 
 
-class Delta(Struct, frozen=True):
-    """The next piece of a streamed answer. `seq` counts from 0; `text` never splits a character and may be empty."""
+class Alternative(Struct, frozen=True):
+    """A token that could have stood there, and the logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+class TokenLogprob(Struct, frozen=True):
+    """A token of an answer, the logarithm of its probability to the model (before bias, penalties and temperature), and
+    the likeliest tokens at its place, likeliest first; the token itself may be one of them."""
+
+    token_id: int
+    logprob: float
+    top: tuple[Alternative, ...] = ()
+
+
+class Delta(Struct, frozen=True, omit_defaults=True):
+    """The next piece of a streamed answer. `seq` counts from 0; `text` never splits a character and may be empty.
+    `logprobs`: one for each of `token_ids`, if asked for."""
 
     seq: int
     text: str
     token_ids: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class _Answered(Struct, frozen=True, kw_only=True):
@@ -53,12 +80,14 @@ class _Answered(Struct, frozen=True, kw_only=True):
     attempts: int
 
 
-class Generation(_Answered, frozen=True, kw_only=True):
-    """A whole answer. `finish_reason`: stop | length. `token_ids`: the generated ones, without the prompt's."""
+class Generation(_Answered, frozen=True, kw_only=True, omit_defaults=True):
+    """A whole answer. `finish_reason`: stop | length. `token_ids`: the generated ones, without the prompt's.
+    `logprobs`: one for each of them, if asked for."""
 
     text: str
     token_ids: tuple[int, ...]
     finish_reason: str
+    logprobs: tuple[TokenLogprob, ...] | None = None
 
 
 class Embedding(_Answered, frozen=True, kw_only=True):
@@ -110,11 +139,27 @@ def generation_of(result: wire.Result, attempts: int) -> Generation:
         text=result.text,
         token_ids=tuple(result.token_ids),
         finish_reason=result.finish_reason or "stop",
+        logprobs=logprobs_of(result.token_ids, result.logprobs),
         usage=result.usage,
         timing=result.timing,
         model=result.model,
         attempts=attempts,
     )
+
+
+def delta_of(delta: wire.Delta) -> Delta:
+    return Delta(delta.seq, delta.text, tuple(delta.token_ids), logprobs_of(delta.token_ids, delta.logprobs))
+
+
+def logprobs_of(token_ids: list[int], given: wire.Logprobs | None) -> tuple[TokenLogprob, ...] | None:
+    """The columns of the wire as one value for each token."""
+    if given is None:
+        return None
+    if len(given.chosen) != len(token_ids) or not len(given.top) == len(given.top_ids) in (0, len(token_ids)):
+        raise _incomplete("logprobs for every token")
+    columns = zip(given.top_ids, given.top, strict=True)
+    tops = [tuple(map(Alternative, ids, values)) for ids, values in columns] or [()] * len(token_ids)
+    return tuple(map(TokenLogprob, token_ids, given.chosen, tops))
 
 
 def embedding_of(result: wire.Result, attempts: int) -> Embedding:

@@ -35,7 +35,7 @@ class Crew:
         self.routes = Routes(spec.models)
         self.records = Records()
         self.pids: dict[int, tuple[int, str]] = {}  # worker -> (process, name)
-        self.rows: dict[tuple[int, int], deque[list[int]]] = {}
+        self.rows: dict[tuple[int, int], deque[link.Row]] = {}
         self.outcomes: dict[tuple[int, int], link.Outcome] = {}
         self._models = spec.models
         self._started_ns = started_ns
@@ -162,7 +162,7 @@ class Crew:
         age_ns = self._age_ns()
         for row in message.rows:
             if row.tokens:
-                self.rows.setdefault((row.batch, row.rid), deque()).append(row.tokens)
+                self.rows.setdefault((row.batch, row.rid), deque()).append(row)
                 self.records.tokens(row.batch, len(row.tokens), age_ns)
             code = known(row.code) if row.code else ""
             rows.append(ev.RowDone(row.batch, row.rid, len(row.tokens), row.finish, code, row.message))

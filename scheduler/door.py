@@ -17,6 +17,7 @@ from headway.scheduler.book import NEVER_NS
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.front import Reply
+from headway.scheduler.params import check_vocabulary, filled
 from headway.scheduler.report import info, status
 from headway.scheduler.routes import Route, accept, check_text, fit_output
 from headway.scheduler.text import TextPlane
@@ -190,8 +191,10 @@ class Door:
             if message.params.stop and route.codec is None:
                 text = f"model {route.card.name!r} has no tokenizer here, to find strings: send stop_token_ids"
                 raise HeadwayError("invalid_request", text, field="params.stop")
-            most = fit_output(message.params, flight.tokens, route.card)
-            params = message.params
+            if route.card.vocab_size:
+                check_vocabulary(message.params, route.card.vocab_size)
+            params = filled(message.params, route.card.defaults)
+            most = fit_output(params, flight.tokens, route.card)
             flight.speak(route.codec, params if most == params.max_new_tokens else replace(params, max_new_tokens=most))
         self._runtime.entered(flight)
 

@@ -13,10 +13,39 @@ from headway.scheduler.stops import StopMatcher
 from headway.scheduler.text import TextPlane, TextStream
 
 
+class Odds:
+    """The logprobs of an answer's tokens so far; made only for a request that asks for them.
+
+    Rows come whole, tokens may be cut off at a stop string: what is read is what lies between two tokens.
+    """
+
+    def __init__(self, alternatives: int) -> None:
+        self._alternatives = alternatives
+        self._chosen: list[float] = []
+        self._top_ids: list[list[int]] = []
+        self._top: list[list[float]] = []
+
+    def take(self, row: link.Row) -> None:
+        """Those of a row's tokens. Raises ValueError if its engine sent none, or not of so many tokens."""
+        if row.logprobs is None:
+            raise ValueError("the engine sent no logprobs")
+        chosen, top_ids, top = link.unpack_logprobs(row.logprobs, len(row.tokens))
+        self._chosen += chosen
+        self._top_ids += top_ids
+        self._top += top
+
+    def between(self, start: int, end: int) -> wire.Logprobs:
+        """Those of the tokens from `start` up to `end`."""
+        if not self._alternatives:
+            return wire.Logprobs(self._chosen[start:end])
+        return wire.Logprobs(self._chosen[start:end], self._top_ids[start:end], self._top[start:end])
+
+
 class Flight:
     """The payload of one request. `reply` takes its messages; after `finish` or `fail` nothing more is sent."""
 
     __slots__ = (
+        "_odds",
         "_parts",
         "_seq",
         "_stops",
@@ -63,6 +92,7 @@ class Flight:
         self.entered = False  # the core has it
         self._text: TextStream | None = None
         self._stops: StopMatcher | None = None
+        self._odds: Odds | None = None
         self._parts: list[str] = []
         self._unsent: list[int] = []
         self._seq = 0
@@ -92,6 +122,7 @@ class Flight:
         self.params = params
         self._text = codec.stream() if codec is not None else None
         self._stops = StopMatcher(params.stop) if params.stop else None
+        self._odds = Odds(params.logprobs) if params.logprobs is not None else None
 
     def started(self, now_ns: int, batch_size: int) -> None:
         """It was dispatched; only the first time counts as waiting."""
@@ -101,12 +132,15 @@ class Flight:
 
     # ------------------------------------------------------------ tokens
 
-    def push(self, tokens: list[int], now_ns: int) -> bool:
+    def push(self, row: link.Row, now_ns: int) -> bool:
         """New tokens from the engine. Whether the answer is complete now, by a stop string."""
         if self.stopped:
             return False
         if not self.first_token_ns:
             self.first_token_ns = now_ns
+        tokens = row.tokens
+        if self._odds is not None:
+            self._odds.take(row)
         if self._text is None or self._stops is None:
             self.out += tokens
             self._unsent += tokens
@@ -115,11 +149,23 @@ class Flight:
         for token in tokens:  # one by one, so that the answer ends at the token that completed the stop string
             self.out.append(token)
             self._unsent.append(token)
-            text, self.stopped = self._stops.push(self._text.push([token]))
+            text, self.stopped = self._until_stop(self._text.push([token]))
             self._emit(text)
             if self.stopped:
                 return True
         return False
+
+    def _until_stop(self, text: str) -> tuple[str, bool]:
+        """What can be shown of new text, and whether a stop string ended it.
+
+        The text of the first `min_tokens` tokens is not searched, nor is it a part of a stop string found later.
+        """
+        if self._stops is None or self.params is None or len(self.out) <= self.params.min_tokens:
+            return text, False
+        return self._stops.push(text)
+
+    def _odds_from(self, start: int) -> wire.Logprobs | None:
+        return self._odds.between(start, len(self.out)) if self._odds is not None else None
 
     def _emit(self, text: str, *, last: bool = False) -> None:
         """Keep the text; stream it, with the tokens since the last delta, if it is a stream."""
@@ -127,7 +173,8 @@ class Flight:
         if not getattr(self.message, "stream", False):
             return
         if text or (self._text is None and self._unsent) or (last and self._unsent):
-            self.reply(wire.Delta(id=self.message.id, seq=self._seq, token_ids=self._unsent, text=text))
+            odds = self._odds_from(len(self.out) - len(self._unsent))
+            self.reply(wire.Delta(id=self.message.id, seq=self._seq, token_ids=self._unsent, text=text, logprobs=odds))
             self._seq += 1
             self._unsent = []
 
@@ -136,9 +183,9 @@ class Flight:
         rest = ""
         if self._text is not None and not self.stopped:
             rest = self._text.finish()
-            if self._stops is not None:
-                rest, self.stopped = self._stops.push(rest)
-                rest += "" if self.stopped else self._stops.finish()
+            rest, self.stopped = self._until_stop(rest)
+            if self._stops is not None and not self.stopped:
+                rest += self._stops.finish()
         self._emit(rest, last=True)
         return "".join(self._parts)
 
@@ -167,6 +214,7 @@ class Flight:
                 text=text,
                 token_ids=token_ids,
                 finish_reason=finish_reason,
+                logprobs=self._odds_from(0),
                 embedding=link.unpack_floats(outcome.embedding) if outcome and outcome.embedding is not None else None,
                 scores=outcome.scores if outcome else None,
                 value=outcome.value if outcome and self.kind == "call" else None,

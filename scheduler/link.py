@@ -49,6 +49,23 @@ def unpack_floats(data: bytes) -> list[float]:
     return _unpack(array("f"), data)
 
 
+def pack_logprobs(chosen: Iterable[float], top_ids: Iterable[int], top: Iterable[float]) -> bytes:
+    """Logprobs of a row's tokens: each token's own; then, for each, equally many alternatives' ids and logprobs."""
+    return pack_floats(chosen) + pack_ids(top_ids) + pack_floats(top)
+
+
+def unpack_logprobs(data: bytes, tokens: int) -> tuple[list[float], list[list[int]], list[list[float]]]:
+    """What `pack_logprobs` was given, for a row of `tokens` tokens. Raises ValueError if the size cannot be right."""
+    each, rest = divmod(len(data), 4 * tokens) if tokens else (1, len(data))
+    if rest or each % 2 == 0:
+        raise ValueError(f"{len(data)} bytes are no logprobs of {tokens} tokens")
+    at, width = 4 * tokens, each // 2
+    middle = at + (len(data) - at) // 2
+    ids, values = unpack_ids(data[at:middle]), unpack_floats(data[middle:])
+    cuts = [slice(place * width, (place + 1) * width) for place in range(tokens)]
+    return unpack_floats(data[:at]), [ids[cut] for cut in cuts], [values[cut] for cut in cuts]
+
+
 def _pack(values: "array[Any]") -> bytes:
     if _SWAP:
         values.byteswap()
@@ -84,6 +101,7 @@ class Card(Struct, frozen=True, array_like=True):
     `prior_ns`: a first guess of (fixed, per token, per request) cost, or empty. `facts`: what to show a person
     (device, dtype, attention, ...). `padded`: batches are padded to their longest input, so similar lengths should
     run together; an engine that packs, or sorts and cuts a batch itself, leaves it False.
+    `defaults`: values of wire.Params (names of params.NEUTRAL) for what requests leave out.
     """
 
     name: str
@@ -99,6 +117,7 @@ class Card(Struct, frozen=True, array_like=True):
     tokenizer: Tokenizer | None = None
     facts: dict[str, str] = {}
     padded: bool = False
+    defaults: dict[str, float | int] = {}
 
 
 class Item(Struct, frozen=True, array_like=True):
@@ -203,7 +222,8 @@ class Failed(Struct, frozen=True, array_like=True, tag="failed"):
 class Row(Struct, frozen=True, array_like=True):
     """What one step did for one request: new token ids, and its ending if it has one.
 
-    `finish`: "" (goes on) | "stop" | "length" | "dropped" | "error" (then `code` and `message`).
+    `finish`: "" (goes on) | "stop" | "length" | "dropped" | "error" (then `code` and `message`). `logprobs`: of
+    `tokens`, as pack_logprobs makes them, if the request asks for them.
     """
 
     batch: int
@@ -212,6 +232,7 @@ class Row(Struct, frozen=True, array_like=True):
     finish: str = ""
     code: str = ""
     message: str = ""
+    logprobs: bytes | None = None
 
 
 class Step(Struct, frozen=True, array_like=True, tag="step"):

@@ -131,6 +131,9 @@ def fit_output(params: wire.Params, tokens: int, card: link.Card) -> int:
     if room <= 0:
         text = f"the input has {tokens} tokens; the limit for input and output together is {min(limits)}"
         raise HeadwayError("too_long", text, field="prompt")
+    if params.min_tokens > room:
+        text = f"{tokens} input tokens and min_tokens {params.min_tokens} exceed the limit of {min(limits)}"
+        raise HeadwayError("too_long", text, field="params.min_tokens")
     if params.max_new_tokens > room and params.max_new_tokens != DEFAULT_NEW_TOKENS:
         text = (
             f"{tokens} input tokens and max_new_tokens {params.max_new_tokens} exceed the limit of {min(limits)}; "

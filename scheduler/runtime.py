@@ -305,11 +305,11 @@ class Runtime:
     def _forward(self, action: act.Forward, now_ns: int) -> None:
         for batch, rid in action.rows:
             flight = self._flights.get(rid)
-            tokens = self.crew.rows[(batch, rid)].popleft()
+            row = self.crew.rows[(batch, rid)].popleft()
             if flight is None:
                 continue
             try:
-                complete = flight.push(tokens, now_ns)
+                complete = flight.push(row, now_ns)
             except Exception as error:  # tokens that the tokenizer cannot read: this request's trouble only
                 log.exception("the tokens of a request could not be read")
                 self.post(ev.Cancel(rid, "internal", f"its tokens could not be read: {type(error).__name__}: {error}"))

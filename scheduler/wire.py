@@ -12,8 +12,9 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from headway.scheduler import payload
+from headway.scheduler import params, payload
 from headway.scheduler.errors import CODES, HeadwayError
+from headway.scheduler.params import TokenId
 
 PROTOCOL = 1
 
@@ -23,10 +24,8 @@ ID_CHARS_MAX = 128  # ids are echoed in every delta
 NAME_CHARS_MAX = 128  # model and tenant names become metric labels
 INPUT_IDS_MAX = 1 << 20  # no model here reads more; the model's own limit is checked after
 MESSAGES_MAX = 1024  # turns of one conversation
-STOP_MAX = 16  # each stop string is searched in each piece of text
-STOP_CHARS_MAX = 256
-LOGIT_BIAS_MAX = 1024
-NEW_TOKENS_MAX = 1 << 17
+STOP_MAX = params.STOP_MAX
+LOGIT_BIAS_MAX = params.LOGIT_BIAS_MAX
 DEADLINE_MS_MAX = 24 * 3600 * 1000  # a day: past that a deadline means nothing
 PRIORITY_MAX = 10  # one step of priority is worth one second of waiting
 DEPTH_MAX = payload.DEPTH_MAX  # nesting of a `call` payload
@@ -36,26 +35,10 @@ TEXT_BYTES_PER_TOKEN_MAX = 32  # text longer than this x the model's limit is re
 
 Id = Annotated[str, Meta(min_length=1, max_length=ID_CHARS_MAX)]
 Name = Annotated[str, Meta(min_length=1, max_length=NAME_CHARS_MAX)]
-TokenId = Annotated[int, Meta(ge=0, le=(1 << 31) - 1)]
 TokenIds = Annotated[list[TokenId], Meta(min_length=1, max_length=INPUT_IDS_MAX)]
-Stop = Annotated[str, Meta(min_length=1, max_length=STOP_CHARS_MAX)]
 Priority = Annotated[int, Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)]
 DeadlineMs = Annotated[int, Meta(le=DEADLINE_MS_MAX)]  # zero and below are answered deadline_exceeded at once
-Bias = Annotated[float, Meta(ge=-1000.0, le=1000.0)]
-
-
-class Params(Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How to generate. `temperature` 0 is greedy. Equal `seed`s give equal answers whatever shares the batch."""
-
-    max_new_tokens: Annotated[int, Meta(ge=1, le=NEW_TOKENS_MAX)] = 256
-    temperature: Annotated[float, Meta(ge=0.0, le=10.0)] = 0.0
-    top_k: Annotated[int, Meta(ge=0, le=1 << 20)] = 0  # 0: all
-    top_p: Annotated[float, Meta(gt=0.0, le=1.0)] = 1.0
-    seed: Annotated[int, Meta(ge=0, le=(1 << 63) - 1)] | None = None
-    stop: Annotated[list[Stop], Meta(max_length=STOP_MAX)] = msgspec.field(default_factory=list)
-    stop_token_ids: Annotated[list[TokenId], Meta(max_length=STOP_MAX)] = msgspec.field(default_factory=list)
-    ignore_eos: bool = False
-    logit_bias: Annotated[dict[TokenId, Bias], Meta(max_length=LOGIT_BIAS_MAX)] = msgspec.field(default_factory=dict)
+Params = params.Params
 
 
 class ChatMessage(Struct, frozen=True, forbid_unknown_fields=True):
@@ -177,12 +160,22 @@ class Accepted(_Answer, frozen=True, tag="accepted", kw_only=True):
     """The request is queued. Sent only if asked for."""
 
 
+class Logprobs(Struct, frozen=True, omit_defaults=True):
+    """Natural logarithms of probabilities, an entry for each of the answer's tokens: `chosen`, the token's own; and of
+    the likeliest tokens at its place, likeliest first, `top_ids` and `top`."""
+
+    chosen: list[float]
+    top_ids: list[list[int]] = msgspec.field(default_factory=list)  # empty if no alternatives were asked for
+    top: list[list[float]] = msgspec.field(default_factory=list)
+
+
 class Delta(_Answer, frozen=True, tag="delta", kw_only=True):
     """The next piece of a streamed answer. `seq` counts from 0 without gaps; `text` never splits a character."""
 
     seq: int
     token_ids: list[int]
     text: str
+    logprobs: Logprobs | None = None  # of these token_ids, if asked for
 
 
 class Result(_Answer, frozen=True, tag="result", kw_only=True):
@@ -191,6 +184,7 @@ class Result(_Answer, frozen=True, tag="result", kw_only=True):
     text: str | None = None
     token_ids: list[int] | None = None
     finish_reason: str | None = None  # stop | length
+    logprobs: Logprobs | None = None
     embedding: list[float] | None = None
     scores: dict[str, float] | None = None
     value: Any = None  # a plain value; the server puts it in as msgspec.Raw. (`Raw | None` would only decode nil.)
@@ -274,9 +268,10 @@ LIMITS: dict[str, int] = {
     "input_ids_max": INPUT_IDS_MAX,
     "messages_max": MESSAGES_MAX,
     "stop_max": STOP_MAX,
-    "stop_chars_max": STOP_CHARS_MAX,
+    "stop_chars_max": params.STOP_CHARS_MAX,
     "logit_bias_max": LOGIT_BIAS_MAX,
-    "new_tokens_max": NEW_TOKENS_MAX,
+    "logprobs_max": params.LOGPROBS_MAX,
+    "new_tokens_max": params.NEW_TOKENS_MAX,
     "deadline_ms_max": DEADLINE_MS_MAX,
     "priority_max": PRIORITY_MAX,
     "depth_max": DEPTH_MAX,
@@ -326,7 +321,9 @@ def _check(message: ClientMessage) -> None:
             raise HeadwayError(
                 "invalid_request", f"give exactly one of {', '.join(choices)}; found {found}", field=choices[0]
             )
-    if type(message) is Call:
+    if type(message) is Generate:
+        params.check_params(message.params)
+    elif type(message) is Call:
         _check_payload(message.payload)
 
 

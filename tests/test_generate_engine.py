@@ -247,7 +247,7 @@ def test_a_bad_request_ends_alone() -> None:
         (
             Item(14, ids=pack_ids([1]), params=Params(logit_bias={600: 1.0})),
             "invalid_request",
-            "logit_bias: id 600",
+            "params.logit_bias names token 600; the model's vocabulary has 512 tokens",
         ),
         (Item(15, ids=pack_ids([1] * 201)), "too_long", "201 tokens; the limit is 200"),
         (Item(16, ids=pack_ids([1] * 100), params=Params(max_new_tokens=62)), "too_long", "it has 160 (kv_mib)"),

@@ -27,7 +27,10 @@ ARROWS = {
     "scheduler": ("headway.policies.", "headway.scheduler.", "headway.__version__."),
     "workers": (
         "headway.workers.",
-        *(f"headway.scheduler.{name}." for name in ("wire", "link", "errors", "clock", "spec", "values", "keepalive")),
+        *(
+            f"headway.scheduler.{name}."
+            for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive")
+        ),
     ),
 }
 LIGHT = ("headway", "headway.scheduler.client", "headway.scheduler.core", "headway.scheduler.serve", "headway.cli.app")

@@ -41,10 +41,10 @@ def traced(
     trace: dict[int, list[Any]] = {}
     choose = engine_module.choose
 
-    def recording(logits: Any, choices: Any, indices: Any) -> Any:
-        for row, choice in zip(logits, choices, strict=True):
-            trace.setdefault(choice.seed, []).append(row.clone())
-        return choose(logits, choices, indices)
+    def recording(logits: Any, rows: Any) -> Any:
+        for row, request in zip(logits, rows, strict=True):
+            trace.setdefault(request.choice.seed, []).append(row.clone())
+        return choose(logits, rows)
 
     seeded = [(ids, Params(max_new_tokens=params.max_new_tokens, seed=at)) for at, (ids, params) in enumerate(wanted)]
     with monkeypatch.context() as patch:

@@ -150,7 +150,7 @@ def test_the_limits_table_is_the_limits() -> None:
 
 def test_every_message_and_field_is_described() -> None:
     structs = [*wire.ClientMessage.__args__, *wire.ServerMessage.__args__, wire.Params, wire.ChatMessage, wire.Usage]
-    structs += [wire.Timing, wire.ModelInfo, wire.Partial]
+    structs += [wire.Timing, wire.ModelInfo, wire.Partial, wire.Logprobs]
     for struct in structs:
         names = {*struct.__struct_fields__, struct.__struct_config__.tag} - {None}
         missing = {name for name in names if f"`{name}`" not in DOCUMENT}

@@ -142,7 +142,7 @@ def test_an_integer_key_map_arrives_as_it_is(server: Live) -> None:
         id="1",
         prompt="xy",
         model="stream",
-        params={"logit_bias": {50256: -100.0}, "max_new_tokens": 9},
+        params={"logit_bias": {255: -100.0}, "max_new_tokens": 9},
     )
     assert client.ending("1")["text"] == "xy"
     assert client.ask(type="call", id="2", payload={1: "a", "b": [None, 2.5, b"\0"]})["value"] == {

@@ -17,7 +17,7 @@ import msgspec
 from pydantic import Field, model_validator
 
 from headway.scheduler.clock import NS_PER_MS, NS_PER_S, now_ns
-from headway.scheduler.link import Card, Failed, Item, Outcome, Row, Step, Tokenizer, unpack_ids
+from headway.scheduler.link import Card, Failed, Item, Outcome, Row, Step, Tokenizer, pack_logprobs, unpack_ids
 from headway.scheduler.spec import Frozen, ModelSpec
 from headway.scheduler.wire import INPUT_IDS_MAX, Params
 from headway.workers.engine import Engine, Report
@@ -191,7 +191,7 @@ def embedding_of(ids: Sequence[int]) -> bytes:
 class _Voice:
     """One request being echoed: `source[at]` is the next id to say, `end` where the new tokens end."""
 
-    __slots__ = ("at", "batch", "end", "fresh", "item", "source", "stops")
+    __slots__ = ("at", "batch", "end", "fresh", "item", "logprobs", "muted", "source", "stops")
 
     def __init__(self, batch: int, item: Item, script: Sequence[int]) -> None:
         params = item.params or Params()
@@ -201,21 +201,28 @@ class _Voice:
         self.at = len(item.done) // 4
         self.end = min(len(self.source), params.max_new_tokens)
         self.stops = frozenset(params.stop_token_ids)
+        self.muted = params.min_tokens
+        self.logprobs = params.logprobs
         self.fresh = True
 
     def speak(self) -> Row:
-        """The next token. A stop token is the last of an answer; `max_new_tokens` counts `done` too."""
-        rid = self.item.rid
-        said: list[int] = []
-        if self.at < self.end:
-            token = self.source[self.at]
-            said.append(token)
-            self.at += 1
-            if token in self.stops:
-                return Row(self.batch, rid, said, "stop")
-        if self.at < self.end:
-            return Row(self.batch, rid, said)
-        return Row(self.batch, rid, said, "stop" if self.end == len(self.source) else "length")
+        """The next token. A stop token is the last of an answer; `max_new_tokens` and `min_tokens` count `done` too."""
+        said = self.source[self.at : min(self.at + 1, self.end)]
+        self.at += len(said)
+        if said and said[0] in self.stops and self.at > self.muted:
+            finish = "stop"
+        elif self.at < self.end:
+            finish = ""
+        else:
+            finish = "stop" if self.end == len(self.source) else "length"
+        return Row(self.batch, self.item.rid, said, finish, logprobs=self._sure(said))
+
+    def _sure(self, said: Sequence[int]) -> bytes | None:
+        """What was said had probability 1, and nothing else had any."""
+        if self.logprobs is None or not said:
+            return None
+        named = said if self.logprobs else ()
+        return pack_logprobs([0.0], named, [0.0] * len(named))
 
 
 class EchoStream:

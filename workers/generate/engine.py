@@ -15,7 +15,9 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from headway.scheduler import clock, link
+from headway.scheduler.errors import HeadwayError
 from headway.scheduler.link import Card, Failed, Item, Row, Step
+from headway.scheduler.params import check_vocabulary
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.engine import Report
@@ -23,7 +25,7 @@ from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
 from headway.workers.generate.request import Request
 from headway.workers.generate.runner import Runner
-from headway.workers.generate.sampling import choice_of, choose
+from headway.workers.generate.sampling import Pick, choice_of, choose
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 from headway.workers.packaged import LoadError
@@ -49,7 +51,7 @@ class GenerateEngine:
         self._cache = _storage(self._runner.pattern, self._pages.total * self._page_tokens, spec)
         self._context = loaded.context_tokens or self._pages.total * self._page_tokens
         self._vocab_size = loaded.vocab_size
-        self._eos = loaded.eos
+        self._eos = frozenset(token for token in loaded.eos if token < loaded.vocab_size)
         with torch.inference_mode():
             prior = self._runner.timed(self._cache, self._page_tokens)
         self._card = self._describe(loaded, prior)
@@ -83,14 +85,15 @@ class GenerateEngine:
             if fault := self._fault(tokens, done, params):
                 self._refuse(batch, item.rid, *fault)
                 continue
+            stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
             request = Request(
                 batch=batch,
                 rid=item.rid,
                 tokens=tokens + done,
                 input_tokens=len(tokens),
                 limit=self._limit(tokens, params),
-                choice=choice_of(params, self._rng.getrandbits(63)),
-                stops=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos),
+                choice=choice_of(params, self._rng.getrandbits(63), stops),
+                stops=stops,
             )
             if request.ending:  # it came complete: all that was missing is this report
                 self._endings.append(Row(batch, item.rid, [], request.ending))
@@ -155,9 +158,10 @@ class GenerateEngine:
             return "invalid_request", "the input is empty"
         if max(tokens) >= self._vocab_size or max(done, default=0) >= self._vocab_size:
             return "invalid_request", f"token id {max(tokens + done)} is outside the vocabulary of {self._vocab_size}"
-        if params.logit_bias and max(params.logit_bias) >= self._vocab_size:
-            outside = max(params.logit_bias)
-            return "invalid_request", f"logit_bias: id {outside} is outside the vocabulary of {self._vocab_size}"
+        try:
+            check_vocabulary(params, self._vocab_size)
+        except HeadwayError as error:
+            return error.code, str(error)
         if len(tokens) > self._card.max_input_tokens:
             return "too_long", f"the input has {len(tokens)} tokens; the limit is {self._card.max_input_tokens}"
         needed = self._limit(tokens, params) - 1  # the last token is answered, never read
@@ -238,7 +242,7 @@ class GenerateEngine:
             budget -= taken
         return decoding + [(request, shares[id(request)]) for request in reading if shares[id(request)]]
 
-    def _forward(self, shares: Sequence[tuple[Request, int]]) -> list[int | None]:
+    def _forward(self, shares: Sequence[tuple[Request, int]]) -> list[Pick | None]:
         """The next token of each share that completes its request's text so far."""
         spans = [request.span(count) for request, count in shares]
         rows = next((at for at, (request, _) in enumerate(shares) if request.pending > 1), len(shares))
@@ -246,24 +250,24 @@ class GenerateEngine:
         ready = _ready(shares, spans)
         if not ready:
             return []
-        return choose(logits, [request.choice for request in ready], [request.generated for request in ready])
+        return choose(logits, ready)
 
     def _settle(
-        self, shares: Sequence[tuple[Request, int]], chosen: Sequence[int | None], rows: list[Row]
+        self, shares: Sequence[tuple[Request, int]], chosen: Sequence[Pick | None], rows: list[Row]
     ) -> list[Failed]:
         """Book a step that went well: `rows` gets what is new; requests whose logits are not finite fail."""
-        broken, tokens = [], iter(chosen)
+        broken, picks = [], iter(chosen)
         for request, count in shares:
             request.written += count
             if request.pending:
                 continue
-            token = next(tokens)
-            if token is None:
+            pick = next(picks)
+            if pick is None:
                 broken.append(request)
                 continue
-            request.tokens.append(token)
+            request.tokens.append(pick.token)
             ending = request.ending
-            rows.append(Row(request.batch, request.rid, [token], ending))
+            rows.append(Row(request.batch, request.rid, [pick.token], ending, logprobs=pick.logprobs))
             if ending:
                 self._release(request)
         return self._fail(broken, "engine_error", "the model computed logits that are not finite")

@@ -7,6 +7,7 @@ pages are taken away (preempted) goes back to nothing written, and reads its own
 
 import dataclasses
 
+from headway.workers.generate.history import History
 from headway.workers.generate.plan import Span
 from headway.workers.generate.sampling import Choice
 
@@ -24,6 +25,7 @@ class Request:
     stops: frozenset[int]
     pages: list[int] = dataclasses.field(default_factory=list)
     written: int = 0
+    history: History = dataclasses.field(default_factory=History)
 
     def __repr__(self) -> str:
         return f"<Request {self.rid} {self.written}/{len(self.tokens)} of {self.limit}, {len(self.pages)} pages>"
