@@ -289,6 +289,8 @@ class GenerateEngine:
             "attention": f"packed {self._runner.attention}",
             "pages": f"{self._pages.total} of {self._page_tokens} tokens ({mib:.0f} MiB)",
         }
+        if packed := self._runner.weights.bytes:
+            facts["weights"] = f"packed by oneDNN ({packed >> 20} MiB)"
         return Card(
             name=self._spec.name,
             kind="generate",

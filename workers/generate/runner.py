@@ -18,6 +18,7 @@ from headway.scheduler import clock
 from headway.workers.generate import attention
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan, Span
+from headway.workers.generate.weights import PackedWeights
 from headway.workers.load import Loaded
 from headway.workers.packaged import LoadError
 
@@ -53,6 +54,7 @@ class Runner:
         ids = ids[: loaded.context_tokens or PROBE_TOKENS]
         expected = self._stock(ids, loaded.source)
         self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded), ids, expected, loaded)
+        self.weights = self._packed_weights(ids, expected)
 
     def __repr__(self) -> str:
         return f"<Runner {type(self.model).__name__}, packed {self.attention}>"
@@ -118,6 +120,18 @@ class Runner:
                     raise LoadError(f"{loaded.source} cannot be run packed: {error}") from error
                 log.warning("packed %s does not work for this model (%s); trying %s", kind, error, kinds[-1])
         raise AssertionError("no kind of attention to try")
+
+    def _packed_weights(self, ids: list[int], expected: Any) -> PackedWeights:
+        """Weights packed for the CPU where that answers as before, else none."""
+        weights = PackedWeights(self.model)
+        if weights.bytes:
+            try:
+                self._verify(ids, expected)
+            except (attention.PackingError, RuntimeError, TypeError) as error:
+                log.warning("weights stay as they came, which is slower: %s", error)
+                weights.restore()
+        weights.release()
+        return weights
 
     @torch.inference_mode()
     def _verify(self, ids: list[int], expected: Any) -> PagedCache:
