@@ -112,15 +112,15 @@ def parse_options(pairs: list[str]) -> dict[str, Any]:
 
 
 def _from_flags(flags: Mapping[str, Any]) -> _Source:
-    """A key's place follows from its name: no name is in two of the groups (a test holds that)."""
+    """A key's place follows from its name; what a model can have for itself, too, is the policy's (a test holds it)."""
     values: dict[str, Any] = {}
     for key, value in flags.items():
         if value is None:
             continue
-        if key in ModelSpec.model_fields:
-            values.setdefault("models", {}).setdefault("0", {})[key] = value
-        elif key in PolicySpec.model_fields:
+        if key in PolicySpec.model_fields:
             values.setdefault("policy", {})[key] = value
+        elif key in ModelSpec.model_fields:
+            values.setdefault("models", {}).setdefault("0", {})[key] = value
         elif key in ServerSpec.model_fields:
             values[key] = value
         else:

@@ -74,7 +74,8 @@ def nearest_key(at: Location) -> str:
     """What a person who wrote `at` may have meant: a key of the same group, else one of another."""
     plain = tuple(0 if isinstance(part, int) else part for part in at)
     siblings = {str(key[-1]): str(key[-1]) for key in KEYS if key[:-1] == plain[:-1]}
-    elsewhere = {str(key[-1]): dotted(key) for key in reversed(KEYS)}
+    later = sorted(KEYS, key=lambda key: key[0] == "models")  # a name that a model can have for itself is the policy's
+    elsewhere = {str(key[-1]): dotted(key) for key in reversed(later)}
     return _did_you_mean(str(at[-1]), siblings) or _did_you_mean(str(at[-1]), elsewhere)
 
 

@@ -44,7 +44,7 @@ class Runtime:
         self.spec = spec
         self.started_ns = clock.now_ns()
         self.core = Core(
-            policies_of(spec.policy),
+            policies_of(spec.policy, spec.models),
             lost_after_ns=spec.lost_after_ms * clock.NS_PER_MS,
             stuck_after_ns=spec.stuck_after_ms * clock.NS_PER_MS,
         )

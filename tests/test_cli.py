@@ -176,6 +176,8 @@ def test_help_is_light() -> None:
         (["serv"], 2, "Did you mean 'serve'?"),
         (["serve", "--max-batch", "0"], 2, "--max-batch: models[0].max_batch is 0, but must be greater"),
         (["serve", "--max-batch", "many"], 2, "--max-batch"),
+        (["serve", "--window", "no_such:x"], 2, "policy.window: there is no module 'no_such'; start in the directory"),
+        (["simulate", "poisson:n=9", "--window", "no_such:x"], 2, "policy.window: there is no module 'no_such'"),
         (["serve", "--window", "fast"], 2, "policy.window is 'fast', but must be 'adaptive'"),
         (["serve", "--option", "x"], 2, "--option takes key=value"),
         (["serve", "--config", "no.yaml"], 2, "no.yaml cannot be read"),

@@ -8,7 +8,7 @@ import pytest
 
 from headway.scheduler.config import ConfigError, load, parse_options
 from headway.scheduler.keys import KEYS, VARIABLES, dotted, is_variable, variable
-from headway.scheduler.spec import ModelSpec, PolicySpec, ServerSpec
+from headway.scheduler.spec import WINDOW_KEYS, ModelSpec, PolicySpec, ServerSpec
 
 
 @pytest.fixture(autouse=True)
@@ -137,6 +137,9 @@ def test_a_variable_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         # wrong values name the key, the value, the limit and where it was set
         ({"max_batch": 0}, {}, "", ["--max-batch: models[0].max_batch is 0, but must be greater than or equal to 1"]),
         ({}, {"HEADWAY_DRAIN_MS": "soon"}, "", ["HEADWAY_DRAIN_MS: drain_ms is 'soon', but must be a valid integer"]),
+        ({}, {}, "policy: {window: 'a:b:c'}", ["policy.window is 'a:b:c', but must be", "or package.module:factory"]),
+        ({}, {}, "models: [{window: fast}]", ["headway.yaml: models[0].window is 'fast', but must be 'adaptive', 'ef"]),
+        ({}, {}, "models: [{max_wait_cap_ms: -1}]", ["models[0].max_wait_cap_ms is -1, but must be greater than or"]),
         ({}, {}, "policy: {window: fast}", ["headway.yaml: policy.window is 'fast', but must be 'adaptive', 'effi"]),
         ({}, {}, "models: []", ["models is [], but must have at least 1 item"]),
         ({}, {}, "models: {name: a}", ["models is {'name': 'a'}, but must be a valid list"]),
@@ -226,8 +229,16 @@ def test_an_option_needs_a_name_and_a_value(pair: str) -> None:
 
 
 def test_a_flag_has_one_place() -> None:
-    groups = [set(group.model_fields) for group in (ServerSpec, ModelSpec, PolicySpec)]
-    assert sum(map(len, groups)) == len(set.union(*groups))
+    server, model, policy = (set(group.model_fields) for group in (ServerSpec, ModelSpec, PolicySpec))
+    assert model & policy == set(WINDOW_KEYS)  # the policy's; a model has its own only in a file or a variable
+    assert not server & (model | policy)
+
+
+def test_a_flag_for_the_window_is_the_policy_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "models: [{name: a}, {name: b, model: minilm, window: p95, fixed_wait_ms: 3}]\npolicy: {window: fixed}"
+    spec = read(tmp_path, monkeypatch, flags={"window": "greedy"}, env={"HEADWAY_MODELS__0__WINDOW": "aimd"}, text=text)
+    assert spec.policy.window == "greedy"
+    assert [(model.window, model.fixed_wait_ms) for model in spec.models] == [("aimd", None), ("p95", 3.0)]
 
 
 def test_every_key_has_a_variable_that_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -240,5 +251,7 @@ def test_every_key_has_a_variable_that_is_read(monkeypatch: pytest.MonkeyPatch) 
         if at[-1] in ("curve", "public", "secret", "policy", "models"):
             continue
         value = value_at(spec, dotted(at))
+        if value is None:  # the policy's: say so
+            value = dump["models"][0][at[-1]] = dump["policy"][at[-1]]
         monkeypatch.setenv(variable(at), json.dumps(value) if isinstance(value, dict) else str(value))
     assert json.loads(load().model_dump_json()) == dump

@@ -29,7 +29,7 @@ ARROWS = {
         "headway.workers.",
         *(
             f"headway.scheduler.{name}."
-            for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive")
+            for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive", "imports")
         ),
     ),
 }

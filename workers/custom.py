@@ -22,15 +22,13 @@ an object with the methods of `headway.workers.engine.Engine`.
 """
 
 import functools
-import importlib
 import inspect
-import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
 
+from headway.scheduler.imports import ImportPathError, load_path
 from headway.scheduler.link import Card, Item, Outcome
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.values import plain
@@ -79,27 +77,10 @@ def _found(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
         raise CannotLoad(f"{path!r} is no engine; use generate, embed, echo, or a path like package.module:attribute")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    found: Any = _module(module_name)
-    for name in attribute.split("."):
-        if not hasattr(found, name):
-            raise CannotLoad(f"module {module_name} has no {attribute!r}; define it there, or correct {path!r}")
-        found = getattr(found, name)
-    return found
-
-
-def _module(name: str) -> Any:
     try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name and (name == error.name or name.startswith(error.name + ".")):
-            raise CannotLoad(
-                f"there is no module {error.name!r}; start in the directory that holds it, or install it"
-            ) from error
-        raise CannotLoad(f"module {name} needs {error.name!r}, which is not installed") from error
-    except Exception as error:
-        raise CannotLoad(f"importing {name} raised {text_of(error)}; it must be importable on its own") from error
+        return load_path(path)
+    except ImportPathError as error:
+        raise CannotLoad(str(error)) from error
 
 
 def _is_engine(found: object) -> bool:

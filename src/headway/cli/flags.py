@@ -31,8 +31,10 @@ def with_flags(*panels: str) -> Callable[[Callable[..., None]], Callable[..., No
 
 
 def _flags(panel: str) -> Sequence[inspect.Parameter]:
+    """A name that the policy has, too, is the policy's."""
     fields = PANELS[panel].model_fields.items()
-    return [_flag(name, field, panel) for name, field in fields if group_of(field) is None]
+    elsewhere = PolicySpec.model_fields if panel == "Model" else {}
+    return [_flag(name, field, panel) for name, field in fields if group_of(field) is None and name not in elsewhere]
 
 
 def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:

@@ -1,7 +1,8 @@
 """docs/configuration.md, made from the spec's own types, so that it cannot fall behind (a test compares them)."""
 
 from collections.abc import Sequence
-from typing import Any, Literal, get_args, get_origin
+from types import NoneType
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
@@ -13,7 +14,8 @@ HEAD = """# Configuration
 Every setting of `headway serve`, made from `scheduler/spec.py`. A setting can be given in four ways; the first that is
 there counts:
 
-1. a flag, the key with dashes: `--max-batch 8`; `--option key=value` for `options`. Flags of a model set the first one.
+1. a flag, the key with dashes: `--max-batch 8`; `--option key=value` for `options`. Flags of a model set the first one;
+   `--window` and its like set the policy's, and a model's own, if it has one, wins over it.
 2. an environment variable: `HEADWAY_POLICY__WINDOW=efficiency`, `HEADWAY_MODELS__0__THREADS=2`. An empty one counts as
    not given. `HEADWAY_MODELS` and `HEADWAY_POLICY` take a whole group as JSON.
 3. a file, YAML or TOML by its suffix: `headway serve --config headway.yaml`, or `HEADWAY_CONFIG`.
@@ -31,6 +33,7 @@ models:
     threads: 2
   - model: minilm
     workers: 2
+    window: greedy        # for this model; the others keep the policy's
 policy:
   window: adaptive
 ```
@@ -74,12 +77,18 @@ def _row(at: Location, field: FieldInfo) -> tuple[str, ...]:
 
 
 def _type(field: FieldInfo) -> str:
-    kind: Any = field.annotation
+    kind = _plain(field.annotation)
     if get_origin(kind) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(kind))
     names = {str: "text", int: "integer", float: "number", bool: "yes or no"}
     limits = _limits(field)
     return f"{names.get(kind, 'map')}{f', {limits}' if limits else ''}"
+
+
+def _plain(kind: Any) -> Any:
+    """A type without "or none" and without what is checked besides."""
+    kind = next((part for part in get_args(kind) if part is not NoneType), kind) if NoneType in get_args(kind) else kind
+    return get_args(kind)[0] if get_origin(kind) is Annotated else kind
 
 
 def _limits(field: FieldInfo) -> str:
@@ -100,6 +109,8 @@ def _default(at: Location, field: FieldInfo) -> str:
         return DERIVED[str(at[-1])]
     if isinstance(field.default, bool):
         return "yes" if field.default else "no"
+    if field.default is None:
+        return "the policy's"
     return f"`{field.default}`" if field.default != "" else "empty"
 
 

@@ -89,7 +89,8 @@ def _panel(spec: ServerSpec, runtime: "Runtime") -> Panel:
             f"{model.workers} worker{'s' * (model.workers != 1)} x {model.threads} thread{'s' * (model.threads != 1)}"
         )
         engine = f"{model.engine} {model.model}".rstrip()
-        table.add_row("model", f"{model.name}: {engine} on {model.device}, {started}")
+        window = f", window {model.window}" if model.window else ""
+        table.add_row("model", f"{model.name}: {engine} on {model.device}, {started}{window}")
     table.add_row("window", f"{spec.policy.window}, at most {spec.policy.max_wait_cap_ms:g} ms")
     return Panel(table, title="headway", title_align="left", expand=False)
 
