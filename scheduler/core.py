@@ -43,6 +43,7 @@ class Core:
         self._lost_after_ns = lost_after_ns
         self._stuck_after_ns = stuck_after_ns
         self._worker_of: dict[int, tuple[Service, Worker]] = {}
+        self._now_ns = 0
         self._order = 0
         self._batches = 0
         self._drained = False
@@ -76,11 +77,12 @@ class Core:
         if handler is None:
             raise TypeError(f"not an event: {event!r}")
         self._out = out = list[act.Action]()
+        self._now_ns = now_ns = max(now_ns, self._now_ns)  # a clock that steps back stands still here
         handler(event, now_ns)
         self._expire(now_ns)
-        self._decide(now_ns)
         if self.draining_until_ns is not None:
-            self._finish_drain(now_ns)
+            self._finish_drain(now_ns)  # before deciding: what ends here is not dispatched first
+        self._decide(now_ns)
         return out
 
     @property

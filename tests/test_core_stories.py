@@ -141,6 +141,27 @@ def a_drain_that_takes_too_long_ends_everything() -> World:
     return world
 
 
+def what_a_drain_ends_is_not_dispatched_first() -> World:
+    world = World(0)
+    world.submit()
+    world.step(ev.Drain(50 * MS))
+    world.now_ns = 700 * MS  # the shell itself stood still
+    world.join()
+    return world
+
+
+def a_clock_that_steps_back_stands_still() -> World:
+    world = World(0, window=fixed(wait_ns=10 * MS))
+    world.join()
+    world.run(100 * MS)
+    world.submit()
+    world.now_ns = 20 * MS
+    world.submit(deadline_ns=90 * MS)
+    world.submit()
+    world.run(150 * MS)
+    return world
+
+
 def nobody_waits_for_ever_for_a_worker() -> World:
     world = World(0)
     world.submit()
@@ -171,6 +192,8 @@ ALL: tuple[Callable[[], World], ...] = (
     requests_join_a_running_engine_and_leave_it,
     draining_finishes_what_is_here_and_refuses_what_comes,
     a_drain_that_takes_too_long_ends_everything,
+    what_a_drain_ends_is_not_dispatched_first,
+    a_clock_that_steps_back_stands_still,
     nobody_waits_for_ever_for_a_worker,
     a_silent_worker_is_given_up,
 )
