@@ -34,7 +34,7 @@ ARROWS = {
     ),
 }
 LIGHT = ("headway", "headway.scheduler.client", "headway.scheduler.core", "headway.scheduler.serve", "headway.cli.app")
-HEAVY = ("torch", "transformers", "safetensors", "gguf")
+HEAVY = ("torch", "transformers", "safetensors", "gguf", "numpy")
 
 CLOCKS = {"time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime"}
 DATES = {"now", "utcnow", "today"}
