@@ -94,6 +94,12 @@ class ModelSpec(Frozen):
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens in one KV cache page")] = 16
     kv_mib: Annotated[int, Field(ge=1, description="memory for the KV cache, MiB")] = 1024
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
+    sampling_defaults: Annotated[
+        Literal["neutral", "model"],
+        Field(
+            description="what sampling parameters mean that a request leaves out: nothing, or the model's own values"
+        ),
+    ] = "neutral"
     trust_remote_code: Annotated[bool, Field(description="run Python code that comes with the model")] = False
     window: Annotated[WindowName | None, Field(description="`policy.window` of this model")] = None
     fixed_wait_ms: Annotated[

@@ -54,6 +54,7 @@ class TextPlane:
         self._vocabulary = _vocabulary(tokenizer)
         source = tokenizer.chat_template
         self._template = ChatTemplate(source, tokenizer.special) if source else None
+        self._start = self._start_of(tokenizer.special.get("bos_token", ""))
         self.kind = tokenizer.kind
 
     def __repr__(self) -> str:
@@ -64,8 +65,17 @@ class TextPlane:
         return self._vocabulary
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The ids of `text`; `special` adds what the model wants around it (start token, [CLS], ...)."""
-        return self._vocabulary.encode(text, special)
+        """The ids of `text`; `special` adds what the model wants around it (start token, [CLS], ...).
+
+        A text that begins with the start token itself does not get a second one: models have not been trained on two.
+        """
+        ids = self._vocabulary.encode(text, special)
+        return ids[1:] if special and self._start and ids[:2] == 2 * self._start else ids
+
+    def _start_of(self, name: str) -> list[int]:
+        """The start token, if this is its name and the tokenizer adds it to every text; else empty."""
+        added, named = self._vocabulary.encode("", True)[:1], self._vocabulary.encode(name, False)
+        return added if name and added == named else []
 
     def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]:
         """The ids of two texts with the special tokens of a pair: joined, the model's input; the cut is where the

@@ -54,7 +54,8 @@ def test_a_folder_is_loaded_with_its_facts(folder: Path, caplog: pytest.LogCaptu
     loaded = load_model(spec(folder))
     assert type(loaded.model).__name__ == "LlamaForCausalLM"
     assert not loaded.model.training
-    assert loaded.eos == {3, 4}
+    assert loaded.eos == {2, 3, 4}
+    assert loaded.facts["eos"] == "3 hello, 4 world, 2 </s>"
     assert (loaded.context_tokens, loaded.vocab_size) == (512, 512)
     assert loaded.dtype is loaded.model.dtype is torch.float32
     assert loaded.facts["device"] == "cpu"

@@ -170,6 +170,24 @@ def test_special_tokens_are_added_only_when_asked() -> None:
     assert BYTE_LEVEL.encode_batch(["hi", "", "hi"], special=True) == [full, full[:1], full]
 
 
+def test_a_start_token_is_never_doubled() -> None:
+    """Neither where the text has it already, nor where a chat template writes it."""
+    card = link.Tokenizer(
+        "json",
+        BYTE_LEVEL.vocabulary._fast.to_str().encode(),  # type: ignore[attr-defined]
+        chat_template="{{ bos_token }}{{ messages[0].content }}",
+        special={"bos_token": "<s>"},
+    )
+    plane = TextPlane(card)
+    [start, *bare] = full = plane.encode("hi", special=True)
+    assert plane.encode("<s>hi", special=True) == full
+    assert plane.encode_chat([ChatMessage("user", "hi")]) == full
+    assert plane.encode("<s><s>hi", special=True) == [start, *full]  # whoever writes two means two
+    assert plane.encode("<s>hi", special=False) == full
+    assert plane.encode("hi", special=False) == plane.encode_chat([ChatMessage("user", "hi")])[1:] == bare
+    assert BYTE_LEVEL.encode("<s>hi", special=True) == [start, *full]  # its card names no start token
+
+
 def test_padding_and_truncation_of_the_file_are_switched_off() -> None:
     tokenizer = Tokenizer.from_str(json.dumps(json.loads(_wordpiece().to_str())))
     tokenizer.enable_padding(length=64)

@@ -16,6 +16,7 @@ import transformers
 
 from headway.scheduler import clock, link
 from headway.scheduler.spec import ModelSpec
+from headway.workers import manner
 from headway.workers.packaged import PACKAGED, LoadError, check_weights
 
 __all__ = ["LoadError", "Loaded", "load_model", "model_file", "pick_device", "pick_dtype"]
@@ -37,7 +38,8 @@ class Loaded:
     """A model in memory (eval mode, on `device`) and what is known of it.
 
     `source`: a folder or hub id. `context_tokens`: positions the model has, 0 if unbounded. `eos`: ids that end a text.
-    `facts`: for people. `tokenizer` is None if the source has none; then only token ids are served.
+    `facts`: for people. `tokenizer` is None if the source has none; then only token ids are served. `defaults`: values
+    for what requests leave out, by names of params.NEUTRAL.
     """
 
     model: Any
@@ -49,6 +51,7 @@ class Loaded:
     device: Any
     dtype: Any
     facts: dict[str, str]
+    defaults: dict[str, float | int] = dataclasses.field(default_factory=dict)
 
 
 def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
@@ -69,17 +72,23 @@ def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
     device = pick_device(spec.device)
     dtype = pick_dtype(spec.dtype, device)
     model = _weights(spec, source, kind, dtype).to(device).eval()
-    tokenizer, positions = _tokenizer(spec, source)
+    tokenizer = _tokenizer(spec, source)
+    ends = manner.ends_of(model, tokenizer)
+    defaults = manner.defaults_of(model)
+    applied = spec.sampling_defaults == "model"
+    positions = int(tokenizer.model_max_length) if tokenizer is not None else 0
     loaded = Loaded(
         model=model,
         source=source,
-        tokenizer=tokenizer,
-        eos=_eos(model),
-        context_tokens=_context_tokens(config, positions if kind != "generate" else 0),
-        vocab_size=int(model.get_input_embeddings().num_embeddings),
+        tokenizer=_card_of(tokenizer) if tokenizer is not None else None,
+        eos=frozenset(ends),
+        context_tokens=_context_tokens(config, positions if kind != "generate" and positions < POSITIONS_MAX else 0),
+        vocab_size=_vocab_size(model),
         device=device,
         dtype=dtype,
-        facts=_facts(model, device),
+        facts=_facts(model, device)
+        | (manner.facts_of(ends, tokenizer, defaults, applied=applied) if kind == "generate" else {}),
+        defaults=defaults if applied else {},
     )
     log.info("loaded %s in %.1f s", spec.name, (clock.now_ns() - started) / clock.NS_PER_S)
     return loaded
@@ -169,35 +178,41 @@ def _weights(spec: ModelSpec, source: str, kind: str, dtype: Any) -> Any:
     return model
 
 
-def _tokenizer(spec: ModelSpec, source: str) -> tuple[link.Tokenizer | None, int]:
-    """The card's tokenizer and the longest input it was made for (0: not said)."""
+def _tokenizer(spec: ModelSpec, source: str) -> Any:
+    """Transformers' tokenizer of the source, if it is one that the scheduler can use; else None."""
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, trust_remote_code=spec.trust_remote_code)
-        backend = tokenizer.backend_tokenizer
+        tokenizer.backend_tokenizer  # noqa: B018 - only fast ones have it
     except (OSError, ValueError, ImportError, AttributeError) as error:
         log.warning("%s has no fast tokenizer, only token ids are served: %s", source, error)
-        return None, 0
+        return None
+    return tokenizer
+
+
+def _card_of(tokenizer: Any) -> link.Tokenizer:
+    backend = tokenizer.backend_tokenizer
     # The scheduler counts and refuses; a tokenizer that cuts or pads in silence would hide what was sent.
     plain = type(backend).from_str(backend.to_str())
     plain.no_truncation()
     plain.no_padding()
     template = tokenizer.chat_template
-    card = link.Tokenizer(
+    if isinstance(template, dict):  # several, by their purpose
+        template = template.get("default")
+    return link.Tokenizer(
         kind="json",
         data=plain.to_str().encode(),
         chat_template=template if isinstance(template, str) else None,
         special={name: str(token) for name, token in tokenizer.special_tokens_map.items() if isinstance(token, str)},
     )
-    positions = int(tokenizer.model_max_length)
-    return card, positions if positions < POSITIONS_MAX else 0
 
 
-def _eos(model: Any) -> frozenset[int]:
-    generation = getattr(model, "generation_config", None)
-    found = getattr(generation, "eos_token_id", None)
-    if found is None:
-        found = model.config.get_text_config(decoder=True).eos_token_id
-    return frozenset() if found is None else frozenset(found if isinstance(found, (list, tuple)) else [found])
+def _vocab_size(model: Any) -> int:
+    """Tokens that can be both read and chosen; some models have more to read (images), or pad one of the two."""
+    sizes = [model.get_input_embeddings().num_embeddings]
+    head = model.get_output_embeddings()
+    if head is not None:
+        sizes.append(head.weight.shape[0])
+    return int(min(sizes))
 
 
 def _context_tokens(config: Any, tokenizer_positions: int) -> int:

@@ -304,6 +304,7 @@ class GenerateEngine:
             prior_ns=prior_ns,
             tokenizer=loaded.tokenizer,
             facts=facts,
+            defaults=loaded.defaults,
         )
 
 
