@@ -40,6 +40,7 @@ def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
             bypass_tokens=runtime.spec.policy.bypass_tokens,
             tokenizer=route.codec is not None,
             facts=route.card.facts,
+            window=_window_of(runtime.core.services.get((name, kind))),
         )
         for (name, kind), route in runtime.crew.routes.routes.items()
     ]
@@ -51,6 +52,39 @@ def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
         limits=wire.LIMITS,
         state=state(runtime),
     )
+
+
+def _window_of(service: Service | None) -> dict[str, Any]:
+    """What a model's window does now; empty where its first worker is about to register."""
+    if service is None:
+        return {}
+    return {"name": service.window.choice.name, **estimate(service, service.short, clock.now_ns())}
+
+
+def estimate(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
+    """What is known of a lane's intervals, and the window that follows from them.
+
+    `rule_ms`: 1.5 x P95 of them all. `window_ms`: how long a request that comes now would wait for others; inputs that
+    go alone wait for none. `longest_ms`: C, the longest wait that can pay. `censored`: how many intervals are longer.
+    """
+    intervals, longest_ns = lane.intervals, service.window.choice.longest_ns(service.cost)
+    censored = len(intervals) - intervals.count_upto(longest_ns)
+    known: dict[str, Any] = {
+        "window_ms": _ms(0 if lane is service.long else service.window_ns(now_ns)),
+        "longest_ms": _ms(longest_ns),
+        "intervals": len(intervals),
+        "censored": censored,
+    }
+    p95_ns = intervals.p95_ns(None)
+    if p95_ns is not None:
+        known["censored_share"] = round(censored / len(intervals), 3)
+        known["interval_p95_ms"] = _ms(p95_ns)
+        known["rule_ms"] = _ms(MULTIPLIER * p95_ns)
+    return known
+
+
+def _ms(ns: float) -> float:
+    return round(ns / clock.NS_PER_MS, 3)
 
 
 def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.StatusReply:
@@ -73,7 +107,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
 
 
 def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
-    """One lane: who waits, the raw rule, what the window said last, and the learned cost."""
+    """One lane: who waits, its intervals and window, what the window said last, and the learned cost."""
     cost = service.cost
     row: dict[str, Any] = {
         "model": service.model,
@@ -81,20 +115,19 @@ def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
         "lane": lane.name,
         "waiting": len(lane),
         "waiting_tokens": lane.tokens,
-        "intervals": len(lane.intervals),
+        "window": service.window.choice.name,
+        **estimate(service, lane, now_ns),
         "cost_fixed_ms": round(cost.a_ns / clock.NS_PER_MS, 4),
         "cost_per_token_ms": round(cost.b_ns / clock.NS_PER_MS, 6),
         "cost_per_request_ms": round(cost.m_ns / clock.NS_PER_MS, 6),
         "cost_known": cost.known,
     }
-    p95_ns = lane.intervals.p95_ns(None)
-    if p95_ns is not None:
-        row["interval_p95_ms"] = round(p95_ns / clock.NS_PER_MS, 3)
-        row["rule_ms"] = round(MULTIPLIER * p95_ns / clock.NS_PER_MS, 3)
     if lane.waiting:
-        row["oldest_ms"] = round((now_ns - lane.oldest_arrival_ns()) / clock.NS_PER_MS, 3)
+        row["oldest_ms"] = _ms(now_ns - lane.oldest_arrival_ns())
     if type(lane.decision) is Wait:
-        row["waits_ms"] = round((lane.decision.until_ns - now_ns) / clock.NS_PER_MS, 3)
+        row["waits_ms"] = _ms(lane.decision.until_ns - now_ns)
+    if service.window.fault:
+        row["window_fault"] = service.window.fault
     return row
 
 

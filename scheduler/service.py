@@ -122,6 +122,25 @@ class Service:
                 return None
         return None
 
+    def window_ns(self, now_ns: int) -> int:
+        """How long a request that came now would wait for others; 0 while an iteration-level engine runs."""
+        workers = self.fleet.workers.values()
+        idle = sum(not worker.running for worker in workers)
+        if not idle and any(worker.iteration for worker in workers):
+            return 0
+        view = LaneView(
+            waiting=1,
+            oldest_arrival_ns=now_ns,
+            last_arrival_ns=now_ns,
+            arrivals_sum_ns=now_ns,
+            tightest_deadline_ns=None,
+            max_batch=self.max_batch,
+            other_idle=idle > 1,
+            cost=self.cost,
+            intervals=self.short.intervals,
+        )
+        return self.window.effective_ns(view, now_ns)
+
     def _ask(self, lane: Lane, free: list[Worker], now_ns: int) -> Launch | Wait:
         """What the window says. While an engine runs and no other worker is idle there is none: its next step comes
         anyway, and a window would only add to the first token."""

@@ -223,7 +223,10 @@ class Pong(_Answer, frozen=True, tag="pong", kw_only=True):
 
 
 class ModelInfo(Struct, frozen=True, omit_defaults=True):
-    """One served model. `concurrency`: requests in flight a client should keep to (0.7 x the workers' max_num_seqs)."""
+    """One served model. `concurrency`: requests in flight a client should keep to (0.7 x the workers' max_num_seqs).
+
+    `window`: how long requests wait for others there (report.estimate), for people.
+    """
 
     name: str
     kind: str
@@ -235,6 +238,7 @@ class ModelInfo(Struct, frozen=True, omit_defaults=True):
     bypass_tokens: int
     tokenizer: bool
     facts: dict[str, str] = msgspec.field(default_factory=dict)
+    window: dict[str, str | int | float] = msgspec.field(default_factory=dict)
 
 
 class InfoReply(_Answer, frozen=True, tag="info", kw_only=True):

@@ -215,6 +215,7 @@ MODEL = {
     "bypass_tokens": 1024,
     "tokenizer": True,
     "facts": {"device": "cpu"},
+    "window": {"name": "adaptive", "window_ms": 1.5, "longest_ms": 8.0, "intervals": 128, "censored": 3},
 }
 
 TO_CLIENT: list[Vector] = [

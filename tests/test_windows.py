@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from headway.policies.views import Launch
-from headway.policies.windows import MAKERS
+from headway.policies.windows import MAKERS, adaptive, fixed
 from headway.scheduler.chosen import policies_of
 from headway.scheduler.config import ConfigError
 from headway.scheduler.held import HeldWindow
+from headway.scheduler.report import estimate
 from headway.scheduler.spec import ModelSpec, PolicySpec
 from tests.live import Live, echo, live
-from tests.sim import MS
+from tests.sim import MS, World
 from tests.test_policies import STEADY, view
 
 OPERATING = Path(__file__).parents[1] / "docs" / "operating.md"
@@ -208,3 +209,74 @@ def test_a_broken_window_answers_all_the_same_is_counted_and_logged_once(
     assert all(one["launched.window_fault"] == one["batches"] == one["window_faults"] for one in grew)
     said = "window own_broken:make_window of model broken (call) counts as launch: KeyError: 'nothing'"
     assert [record.getMessage() for record in caplog.records] == [said]
+
+
+# ---------------------------------------------------------------- what is reported
+
+
+def told(world: World) -> dict[str, Any]:
+    service = world.core.services[("m", "k")]
+    return estimate(service, service.short, world.now_ns)
+
+
+def apart(world: World, *gaps_ms: int) -> World:
+    """Requests so far apart, each alone; then the world is idle."""
+    for gap in gaps_ms:
+        world.run(world.now_ns + gap * MS)
+        world.submit()
+    world.run(world.now_ns + 200 * MS)
+    return world
+
+
+def test_what_is_known_of_intervals_and_window_is_reported() -> None:
+    world = World(0, window=adaptive(cap_ns=100 * MS))
+    world.join(max_batch=32)
+    assert told(world) == {"window_ms": 0, "longest_ms": 0, "intervals": 0, "censored": 0}
+    world.beat()
+    apart(world, *[500, 1, 1, 1] * 10)
+    known = told(world)
+    assert (known["intervals"], known["rule_ms"], known["interval_p95_ms"]) == (39, 750, 500)
+    assert 1 < known["longest_ms"] <= 8.2
+    assert (known["censored"], known["censored_share"]) == (9, 0.231)
+
+
+def test_the_effective_window_is_what_a_request_that_comes_now_waits() -> None:
+    world = World(0, window=adaptive(cap_ns=100 * MS))
+    world.join(max_batch=32)
+    world.beat()
+    apart(world, *[1] * 60)
+    expected_ms = told(world)["window_ms"]
+    begin_ns = world.now_ns
+    world.submit()
+    world.run(begin_ns + 100 * MS)
+    waited = [line for line in world.log if "window_over" in line][-1]
+    assert expected_ms == 1.5
+    assert f"waited_ns={int(expected_ms * MS)}" in waited
+
+
+def test_while_an_iteration_engine_runs_the_effective_window_is_none() -> None:
+    world = World(0, window=fixed(wait_ns=7 * MS))
+    world.join(iteration=True)
+    assert told(world)["window_ms"] == 7
+    world.submit(max_new=5)
+    world.run(world.now_ns + 8 * MS)
+    assert told(world)["window_ms"] == 0
+    world.submit()
+    assert world.core.counters["launched.joins_running"] == 1
+    world.run(world.now_ns + 200 * MS)
+    assert told(world)["window_ms"] == 7
+
+
+def test_status_and_info_tell(server: Live) -> None:
+    ask(server, "broken", 1)
+    client = server.client()
+    lanes = {(row["model"], row["lane"]): row for row in client.status()["lanes"]}
+    short = lanes[("quorum", "short")]
+    assert short["window"] == "quorum:make_window"
+    assert short["window_ms"] == 10_000.0
+    assert lanes[("quorum", "long")]["window_ms"] == 0
+    assert lanes[("broken", "short")]["window_fault"] == "KeyError: 'nothing'"
+    client.send(type="info", id="i")
+    models = {model["name"]: model["window"] for model in client.receive()["models"]}
+    assert models["quorum"].items() >= {"name": "quorum:make_window", "window_ms": 10_000.0}.items()
+    assert models["greedy"]["window_ms"] == 0

@@ -20,7 +20,18 @@ if TYPE_CHECKING:
     from headway.scheduler.wire import InfoReply, StatusReply
 
 SHOWN = {  # what fits a terminal of 80 columns; --json has the rest
-    "lanes": ("model", "lane", "waiting", "rule_ms", "waits_ms", "cost_fixed_ms", "cost_per_token_ms"),
+    "lanes": (
+        "model",
+        "lane",
+        "waiting",
+        "rule_ms",
+        "window_ms",
+        "censored",
+        "waits_ms",
+        "cost_fixed_ms",
+        "cost_per_token_ms",
+        "window_fault",
+    ),
     "workers": ("worker", "pid", "kind", "running", "cap", "failures"),
     "batches": ("batch", "lane", "size", "running", "reason", "waited_ms", "ttft_ms", "took_ms", "output_tokens"),
 }
@@ -118,14 +129,26 @@ def _info(reply: "InfoReply") -> RenderableType:
         "max input",
         "context",
         "lane of its own",
+        "window",
         "facts",
     ):
         models.add_column(name)
     for model in reply.models:
         facts = ", ".join(f"{key} {value}" for key, value in model.facts.items())
         sizes = (model.workers, model.concurrency, model.max_batch, model.max_input_tokens, model.context_tokens)
-        models.add_row(model.name, model.kind, *map(str, sizes), f"> {model.bypass_tokens}", facts)
+        models.add_row(
+            model.name, model.kind, *map(str, sizes), f"> {model.bypass_tokens}", _window(model.window), facts
+        )
     return Group(Text(head), models, pairs_of("limits", reply.limits))
+
+
+def _window(known: Mapping[str, Any]) -> str:
+    """The window now, and what the raw rule would make of it."""
+    if not known:
+        return ""
+    rule = f", rule {cell('', known['rule_ms'])} ms" if "rule_ms" in known else ""
+    gaps = f", {known['censored']} of {known['intervals']} idle gaps" if known.get("censored") else ""
+    return f"{known.get('name', '')} {cell('', known.get('window_ms', 0.0))} ms{rule}{gaps}"
 
 
 def _status(reply: "StatusReply") -> RenderableType:
