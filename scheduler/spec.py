@@ -92,7 +92,14 @@ class ModelSpec(Frozen):
     max_num_seqs: Annotated[int, Field(ge=1, le=65536, description="most requests in one worker at once")] = 32
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20, description="token budget of one generation step")] = 256
     page_tokens: Annotated[int, Field(ge=1, le=4096, description="tokens in one KV cache page")] = 16
-    kv_mib: Annotated[int, Field(ge=1, description="memory for the KV cache, MiB")] = 1024
+    kv_mib: Annotated[
+        int,
+        Field(ge=0, description="memory for the KV cache, MiB; 0: what fits, at most 1024 on a CPU"),
+    ] = 0
+    kv_dtype: Annotated[
+        Literal["auto", "float32", "float16", "bfloat16", "int8"],
+        Field(description="of the KV cache; auto: the model's own; a lower one must pass a check at start"),
+    ] = "auto"
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
     sampling_defaults: Annotated[
         Literal["neutral", "model"],
@@ -101,6 +108,10 @@ class ModelSpec(Frozen):
         ),
     ] = "neutral"
     trust_remote_code: Annotated[bool, Field(description="run Python code that comes with the model")] = False
+    allow_pickle: Annotated[bool, Field(description="read pickled weights where there are no safetensors")] = False
+    allow_incomplete: Annotated[
+        bool, Field(description="serve a model whose weights are missing, left over or mis-shaped, said aloud")
+    ] = False
     window: Annotated[WindowName | None, Field(description="`policy.window` of this model")] = None
     fixed_wait_ms: Annotated[
         float | None, Field(ge=0, le=60_000, description="`policy.fixed_wait_ms` of this model")

@@ -56,7 +56,7 @@ def test_an_engine_with_packed_weights_gives_the_solo_tokens() -> None:
     made, alone = wide(), wide()
     wanted = tiny.requests(6)
     subject = make_engine(made)
-    assert "packed by oneDNN" in subject.card.facts["weights"]
+    assert "packed by oneDNN" in subject.card.facts["linear_layers"]
     answers = tiny.drive(subject, wanted)
     for rid, (ids, params) in enumerate(wanted):
         tokens = list(ids)
@@ -76,7 +76,7 @@ def test_a_model_that_reads_a_weight_past_its_layer_keeps_its_weights(caplog: py
 
     mlp.forward = by_hand
     subject = make_engine(made)
-    assert "weights" not in subject.card.facts
+    assert "linear_layers" not in subject.card.facts
     assert "weights stay as they came" in caplog.text
     assert torch.isfinite(mlp.up_proj.weight).all()
     wanted = tiny.requests(3)
@@ -91,7 +91,7 @@ def test_wrong_kernels_are_found_out(monkeypatch: pytest.MonkeyPatch, caplog: py
         return lambda rows: product(rows) * 1.01
 
     monkeypatch.setattr(weights, "_forward", wrong)
-    assert "weights" not in make_engine(wide()).card.facts
+    assert "linear_layers" not in make_engine(wide()).card.facts
     assert "packed logits differ" in caplog.text
 
 

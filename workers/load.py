@@ -1,11 +1,13 @@
 """From a ModelSpec to a model in memory that is known to be whole, and the facts a card states about it.
 
-Sources: a packaged model (`smollm2`, `minilm`), a local folder, or a hub id. Weights are safetensors, never pickle; a
-missing or mismatched weight refuses the model by name, because Transformers would fill it with random numbers and carry
-on. Remote code runs only if the spec trusts it. What is stated as a fact is read back after loading, never what was
-asked for. Engines decide how to run a model; this file only decides whether it can be loaded honestly.
+Sources: a packaged model (`smollm2`, `minilm`), a local folder, or a hub id. Whether the weights fit is known from the
+config before any is read (`memory.py`). Weights are safetensors; pickled ones are read only if the spec allows it, and
+remote code runs only if it trusts it. A model that is not whole is refused by name (`whole.py`). What is stated as a
+fact is read back after loading, never what was asked for. Engines decide how to run a model; this file only decides
+whether it can be loaded honestly.
 """
 
+import copy
 import dataclasses
 import logging
 from pathlib import Path
@@ -16,10 +18,12 @@ import transformers
 
 from headway.scheduler import clock, link
 from headway.scheduler.spec import ModelSpec
-from headway.workers import manner
-from headway.workers.packaged import PACKAGED, LoadError, check_weights
+from headway.workers import manner, memory
+from headway.workers.device import describe, free_bytes, pick_device, pick_dtype
+from headway.workers.packaged import PACKAGED, LoadError
+from headway.workers.whole import check_whole, dtypes_of
 
-__all__ = ["LoadError", "Loaded", "load_model", "model_file", "pick_device", "pick_dtype"]
+__all__ = ["LoadError", "Loaded", "load_model", "model_file", "weight_bytes"]
 
 log = logging.getLogger("headway.worker")
 
@@ -30,6 +34,7 @@ CLASSES = {
     "score": "AutoModelForSequenceClassification",
 }
 TEXT_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense"}  # what pages and a packed row can express
+SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
 POSITIONS_MAX = 1 << 24  # tokenizers write "no limit" as a number larger than any context
 
 
@@ -39,7 +44,8 @@ class Loaded:
 
     `source`: a folder or hub id. `context_tokens`: positions the model has, 0 if unbounded. `eos`: ids that end a text.
     `facts`: for people. `tokenizer` is None if the source has none; then only token ids are served. `defaults`: values
-    for what requests leave out, by names of params.NEUTRAL.
+    for what requests leave out, by names of params.NEUTRAL. `free_bytes`: of the device before the weights came (0: not
+    measured), of which they take `weight_bytes`.
     """
 
     model: Any
@@ -52,6 +58,8 @@ class Loaded:
     dtype: Any
     facts: dict[str, str]
     defaults: dict[str, float | int] = dataclasses.field(default_factory=dict)
+    free_bytes: int = 0
+    weight_bytes: int = 0
 
 
 def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
@@ -71,48 +79,52 @@ def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
         _check_expressible(config, source)
     device = pick_device(spec.device)
     dtype = pick_dtype(spec.dtype, device)
-    model = _weights(spec, source, kind, dtype).to(device).eval()
     tokenizer = _tokenizer(spec, source)
+    positions = int(tokenizer.model_max_length) if tokenizer is not None else 0
+    context = _context_tokens(config, positions if kind != "generate" and positions < POSITIONS_MAX else 0)
+    free = free_bytes(device)
+    _check_room(spec, config, kind, dtype, free, context, source, cpu=device.type == "cpu")
+    model, weights = _weights(spec, source, kind, dtype)
+    model = model.to(device).eval()
     ends = manner.ends_of(model, tokenizer)
     defaults = manner.defaults_of(model)
     applied = spec.sampling_defaults == "model"
-    positions = int(tokenizer.model_max_length) if tokenizer is not None else 0
     loaded = Loaded(
         model=model,
         source=source,
         tokenizer=_card_of(tokenizer) if tokenizer is not None else None,
         eos=frozenset(ends),
-        context_tokens=_context_tokens(config, positions if kind != "generate" and positions < POSITIONS_MAX else 0),
+        context_tokens=context,
         vocab_size=_vocab_size(model),
         device=device,
         dtype=dtype,
         facts=_facts(model, device)
-        | (manner.facts_of(ends, tokenizer, defaults, applied=applied) if kind == "generate" else {}),
+        | _text_facts(config, tokenizer, context)
+        | (manner.facts_of(ends, tokenizer, defaults, applied=applied) if kind == "generate" else {})
+        | {"weights": weights},
         defaults=defaults if applied else {},
+        free_bytes=free,
+        weight_bytes=sum(one.numel() * one.element_size() for one in [*model.parameters(), *model.buffers()]),
     )
     log.info("loaded %s in %.1f s", spec.name, (clock.now_ns() - started) / clock.NS_PER_S)
     return loaded
 
 
-def pick_device(name: str) -> Any:
-    """The torch device `name` stands for. Raises LoadError if this machine lacks it."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+def weight_bytes(config: Any, kind: str, dtype: Any, *, trust_remote_code: bool = False) -> int:
+    """Bytes of a model's parameters and buffers as `dtype`, from its config alone: built without storage and counted.
+
+    0 if its class cannot be built so (some remote code), or its weights are quantised and their size is the file's.
+    """
+    if getattr(config, "quantization_config", None):
+        return 0
     try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise LoadError(f"the device {name!r} is not usable here: {error}") from error
-    return device
-
-
-def pick_dtype(name: str, device: Any) -> Any:
-    """The dtype `name` stands for; auto: float32 on a CPU, on a GPU bfloat16 where it has it, else float16."""
-    if name != "auto":
-        return getattr(torch, name)
-    if device.type != "cuda":
-        return torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+        with torch.device("meta"):
+            loader = getattr(transformers, CLASSES[kind])
+            empty = loader.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a model's own code raises: then only loading tells
+        log.info("the size of the weights is not known before loading: %s", error)
+        return 0
+    return sum(one.numel() * one.element_size() for one in [*empty.parameters(), *empty.buffers()])
 
 
 def model_file(source: str, name: str) -> Path | None:
@@ -165,8 +177,42 @@ def _check_expressible(config: Any, source: str) -> None:
         raise LoadError(f"{source} keeps a recurrent state (linear attention or SSM), which a paged cache cannot hold")
 
 
-def _weights(spec: ModelSpec, source: str, kind: str, dtype: Any) -> Any:
-    options: dict[str, Any] = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code, "use_safetensors": True}
+def _check_room(
+    spec: ModelSpec, config: Any, kind: str, dtype: Any, free: int, context: int, source: str, *, cpu: bool
+) -> None:
+    """Refuse, before any weight is read, a model that this device has no room for, and say how the room is divided."""
+    name = str(dtype).removeprefix("torch.")
+    text = config.get_text_config(decoder=True)
+    sizes = {
+        "free_bytes": free,
+        "weight_bytes": weight_bytes(config, kind, dtype, trust_remote_code=spec.trust_remote_code),
+    }
+    try:
+        work = memory.work_of(text)
+        if kind == "generate":
+            cached = memory.cached_of(text, name, spec.kv_dtype)
+            plan = memory.plan_generate(
+                spec, dtype=name, cached=cached, work=work, context_tokens=context, cpu=cpu, **sizes
+            )
+        else:
+            longest = spec.max_input_tokens or context
+            plan = memory.divide(work_bytes=work.step_bytes(name, longest, 0), **sizes)
+    except memory.DoesNotFitError as error:
+        raise LoadError(f"{source} does not fit: {error}") from error
+    except (KeyError, TypeError, ValueError) as error:  # a config of a shape of its own: measured when it is there
+        log.info("no memory plan before loading: %s", error)
+        return
+    log.info("memory plan for %s in %s: %s", spec.name, name, plan.words())
+
+
+def _weights(spec: ModelSpec, source: str, kind: str, dtype: Any) -> tuple[Any, str]:
+    """The model, and what is to be said of its weights."""
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": spec.trust_remote_code,
+        "use_safetensors": None if spec.allow_pickle else True,  # None: safetensors where there are some
+        "ignore_mismatched_sizes": True,  # so that they are reported, by name, with the others
+    }
     if kind != "generate" and spec.attention != "auto":  # the generate engine brings its own attention
         options["attn_implementation"] = spec.attention
     try:
@@ -174,8 +220,12 @@ def _weights(spec: ModelSpec, source: str, kind: str, dtype: Any) -> Any:
         model, report = loader.from_pretrained(source, output_loading_info=True, **options)
     except (OSError, ValueError, RuntimeError, ImportError) as error:
         raise LoadError(f"cannot load {source}: {error}") from error
-    check_weights(report, source)
-    return model
+    wrong = check_whole(model, report, source, headless=kind == "embed", allow_incomplete=spec.allow_incomplete)
+    form = "safetensors"
+    if spec.allow_pickle and not any(model_file(source, name) for name in SAFE_FILES):
+        form = "pickled"
+        log.warning("%s: the weights are pickled files, read because allow_pickle is set", source)
+    return model, f"{form}, not whole: {wrong}" if wrong else form
 
 
 def _tokenizer(spec: ModelSpec, source: str) -> Any:
@@ -235,11 +285,24 @@ def _context_tokens(config: Any, tokenizer_positions: int) -> int:
 def _facts(model: Any, device: Any) -> dict[str, str]:
     return {
         "model": type(model).__name__,
-        "device": str(device) if device.type == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})",
-        "dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
+        "device": describe(device),
+        "dtype": dtypes_of(model.parameters()),
+        "autocast": "on" if torch.is_autocast_enabled(device.type) else "off",
         "attention": str(model.config._attn_implementation),
         "parameters": f"{sum(one.numel() for one in model.parameters()) / 1e6:.1f}M",
         "threads": str(torch.get_num_threads()),
         "torch": str(torch.__version__),
         "transformers": str(transformers.__version__),
+    }
+
+
+def _text_facts(config: Any, tokenizer: Any, context: int) -> dict[str, str]:
+    """How long a text may be, and what is put before it or beside it."""
+    text = config.get_text_config(decoder=True)
+    bos, pad = (getattr(text, name, None) for name in ("bos_token_id", "pad_token_id"))
+    first = tokenizer.convert_ids_to_tokens(tokenizer.encode("")[:1]) if tokenizer is not None else []
+    return {
+        "context": f"{context} tokens" if context else "no limit of its own",
+        "bos": f"{'none' if bos is None else bos}, {f'{first[0]} added before a text' if first else 'nothing added'}",
+        "pad": "none" if pad is None else str(pad),
     }

@@ -97,6 +97,8 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 
+    from headway.workers.whole import check_whole
+
     started = clock.now_ns()
     log.info("converting %s to safetensors, once (half a minute)", source.name)
     config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
@@ -104,34 +106,8 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
     missing, unexpected = model.load_state_dict(tensors, strict=False)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ()) if config.tie_word_embeddings else set()
-    check_weights({"missing_keys": set(missing) - tied, "unexpected_keys": unexpected}, source.name)
+    report = {"missing_keys": set(missing) - tied, "unexpected_keys": unexpected}
+    check_whole(model, report, source.name, headless=False, allow_incomplete=False)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name).save_pretrained(folder)
     log.info("converted %s in %.1f s", source.name, (clock.now_ns() - started) / clock.NS_PER_S)
-
-
-def check_weights(report: dict[str, object], source: str) -> None:
-    """Refuse a model any of whose weights did not come from `source`: a randomly initialised one answers garbage.
-
-    `report` is what `from_pretrained(output_loading_info=True)` says. Raises LoadError naming the weights.
-    """
-    wrong = {kind: sorted(map(str, _names(report, kind))) for kind in ("missing_keys", "mismatched_keys")}
-    if any(wrong.values()):
-        parts = [f"{kind.split('_')[0]}: {_some(names)}" for kind, names in wrong.items() if names]
-        raise LoadError(f"{source} does not hold all weights of the model ({'; '.join(parts)}); refusing to serve it")
-    if unexpected := sorted(map(str, _names(report, "unexpected_keys"))):
-        log.warning("%s holds weights the model does not use: %s", source, _some(unexpected))
-
-
-def _names(report: dict[str, object], kind: str) -> list[object]:
-    found = report.get(kind) or ()
-    assert isinstance(found, (list, set, tuple, frozenset))
-    return list(found)
-
-
-NAMED_MAX = 8  # weights listed in one sentence
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - NAMED_MAX} more" if len(names) > NAMED_MAX else ""
-    return ", ".join(names[:NAMED_MAX]) + more

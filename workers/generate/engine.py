@@ -24,11 +24,11 @@ from headway.workers.engine import Report
 from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
 from headway.workers.generate.request import Request
+from headway.workers.generate.room import room_of
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choice_of, choose
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
-from headway.workers.packaged import LoadError
 
 log = logging.getLogger("headway.worker")
 
@@ -47,8 +47,9 @@ class GenerateEngine:
         started = clock.now_ns()
         self._runner = Runner(loaded, spec.attention)
         self._page_tokens = spec.page_tokens
-        self._pages = Pages(_page_count(spec, loaded.context_tokens, self._runner.pattern.bytes_per_token))
-        self._cache = _storage(self._runner.pattern, self._pages.total * self._page_tokens, spec)
+        self._room = room_of(spec, loaded, self._runner)
+        self._pages = Pages(self._room.plan.pages)
+        self._cache = self._room.cache
         self._context = loaded.context_tokens or self._pages.total * self._page_tokens
         self._vocab_size = loaded.vocab_size
         self._eos = frozenset(token for token in loaded.eos if token < loaded.vocab_size)
@@ -284,13 +285,9 @@ class GenerateEngine:
     def _describe(self, loaded: Loaded, prior_ns: tuple[float, float, float]) -> Card:
         room = self._pages.total * self._page_tokens
         longest = min(self._context, room + 1) - 1  # one token must still be answered
-        mib = room * self._cache.bytes_per_token / (1 << 20)
-        facts = loaded.facts | {
-            "attention": f"packed {self._runner.attention}",
-            "pages": f"{self._pages.total} of {self._page_tokens} tokens ({mib:.0f} MiB)",
-        }
+        facts = loaded.facts | self._room.facts | {"attention": f"packed {self._runner.attention}"}
         if packed := self._runner.weights.bytes:
-            facts["weights"] = f"packed by oneDNN ({packed >> 20} MiB)"
+            facts["linear_layers"] = f"packed by oneDNN ({packed >> 20} MiB)"
         return Card(
             name=self._spec.name,
             kind="generate",
@@ -324,19 +321,3 @@ def _fault_of(error: Exception) -> tuple[str, str]:
     elif isinstance(error, getattr(torch, "AcceleratorError", ())):
         raise error
     return code, text_of(error)
-
-
-def _page_count(spec: ModelSpec, context: int, bytes_per_token: int) -> int:
-    page_bytes = bytes_per_token * spec.page_tokens
-    pages = (spec.kv_mib << 20) // page_bytes
-    if not pages:
-        size = f"{spec.page_tokens} tokens ({page_bytes} bytes)"
-        raise LoadError(f"kv_mib {spec.kv_mib} does not hold one page of {size}; raise it or lower page_tokens")
-    return min(pages, spec.max_num_seqs * -(-context // spec.page_tokens)) if context else pages
-
-
-def _storage(pattern: PagedCache, slots: int, spec: ModelSpec) -> PagedCache:
-    try:
-        return pattern.like(slots)
-    except RuntimeError as error:
-        raise LoadError(f"the KV cache of kv_mib {spec.kv_mib} does not fit into memory: {error}") from error

@@ -9,8 +9,10 @@ changes hands: a plan never reads a slot its own request has not written, and te
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from transformers.cache_utils import Cache
 
+from headway.workers.generate.lowered import SCALE_DTYPE, decode, encode
 from headway.workers.generate.plan import Plan
 
 
@@ -53,28 +55,41 @@ class Pages:
 class PagedCache(Cache):
     """Keys and values of all layers, [slots, heads, width] each, reached through the plan of the current step.
 
-    Shapes come from the model's first `update` (grouped heads and latent attention need no case of their own).
+    Shapes come from the model's first `update` (grouped heads and latent attention need no case of their own). `dtype`:
+    what they are stored as; None: as the model computes them. A lower one is read back by everybody, also by the step
+    that writes it, so that an answer does not depend on how its prompt was cut into steps.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, dtype: Any = None) -> None:
         super().__init__(layers=[])
         self.slots = slots
+        self.dtype = dtype
         self.plan: Plan | None = None
         self.keys: dict[int, Any] = {}
         self.values: dict[int, Any] = {}
+        self.key_scales: dict[int, Any] = {}  # of int8 only
+        self.value_scales: dict[int, Any] = {}
+
+    @property
+    def stores(self) -> list[Any]:
+        """Every tensor behind the pages; each has the slots as its first dimension."""
+        return [
+            store for part in (self.keys, self.values, self.key_scales, self.value_scales) for store in part.values()
+        ]
 
     @property
     def bytes_per_token(self) -> int:
         """What one token costs in all layers that have been seen."""
-        stores = [*self.keys.values(), *self.values.values()]
-        return sum(store.element_size() * store[0].numel() for store in stores)
+        return sum(store.element_size() * store[0].numel() for store in self.stores)
 
-    def like(self, slots: int) -> "PagedCache":
-        """An empty cache of `slots` slots with this one's layers, allocated now so that it cannot fail later."""
-        other = PagedCache(slots)
-        for own, new in ((self.keys, other.keys), (self.values, other.values)):
-            for layer, store in own.items():
-                new[layer] = store.new_empty((slots, *store.shape[1:]))
+    def like(self, slots: int, dtype: Any = None) -> "PagedCache":
+        """An empty cache of `slots` slots with this one's layers, allocated now so that it cannot fail later.
+
+        This one must store what the model computes; the new one may store less (`dtype`).
+        """
+        other = PagedCache(slots, dtype)
+        for layer, store in self.keys.items():
+            other._allocate(store, self.values[layer], layer)
         return other
 
     def update(self, key_states: Any, value_states: Any, layer_idx: int, *_: Any, **_kwargs: Any) -> tuple[Any, Any]:
@@ -82,7 +97,12 @@ class PagedCache(Cache):
         plan = self.plan
         assert plan is not None, "no step is planned"
         if layer_idx not in self.keys:
-            self._allocate(key_states, value_states, layer_idx)
+            self._allocate(key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), layer_idx)
+        if self.dtype is not None:
+            return (
+                self._through(key_states, self.keys, self.key_scales, layer_idx, plan),
+                self._through(value_states, self.values, self.value_scales, layer_idx, plan),
+            )
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys.index_copy_(0, plan.write, key_states[0].transpose(0, 1))
         values.index_copy_(0, plan.write, value_states[0].transpose(0, 1))
@@ -91,9 +111,24 @@ class PagedCache(Cache):
         read_keys = keys.index_select(0, plan.read).transpose(0, 1)[None]
         return read_keys, values.index_select(0, plan.read).transpose(0, 1)[None]
 
-    def _allocate(self, key_states: Any, value_states: Any, layer: int) -> None:
-        for states, stores in ((key_states, self.keys), (value_states, self.values)):
-            stores[layer] = states.new_empty((self.slots, states.shape[1], states.shape[3]))
+    def _through(self, states: Any, stores: dict[int, Any], scales: dict[int, Any], layer: int, plan: Plan) -> Any:
+        """Store `states` in fewer bits, and read what the plan reads as it is stored."""
+        stored, scale = encode(states[0].transpose(0, 1), self.dtype)
+        stores[layer].index_copy_(0, plan.write, stored)
+        if scale is not None:
+            scales[layer].index_copy_(0, plan.write, scale)
+        if plan.read is not None:
+            stored = stores[layer].index_select(0, plan.read)
+            scale = None if scale is None else scales[layer].index_select(0, plan.read)
+        return decode(stored, scale, states.dtype).transpose(0, 1)[None]
+
+    def _allocate(self, keys: Any, values: Any, layer: int) -> None:
+        """Room for a layer like `keys` and `values` [any, heads, width]."""
+        for like, stores, scales in ((keys, self.keys, self.key_scales), (values, self.values, self.value_scales)):
+            shape = (self.slots, *like.shape[1:])
+            stores[layer] = like.new_empty(shape, dtype=self.dtype or like.dtype)
+            if self.dtype is torch.int8:
+                scales[layer] = like.new_empty((*shape[:2], 1), dtype=SCALE_DTYPE)
 
     # What a model asks of its cache before the first layer: positions are given by the plan, and no mask is built.
 

@@ -17,7 +17,8 @@ ROWS_HINT = 16  # the layout is the same for all numbers of rows that matter; an
 
 
 class PackedWeights:
-    """Packs the linear layers of `model` that can be. `bytes`: what the packed copies take; 0 where nothing was packed.
+    """Packs the linear layers of `model` that can be. `bytes`: what the packed copies take; 0 where nothing was packed;
+    `more_bytes`: of these, what comes on top of the plain weights, because they stay.
 
     Where a plain weight was, NaN stands: code that reads it instead of calling the layer is found out by a probe. A
     weight that another module uses too (a tied embedding) stays.
@@ -29,13 +30,15 @@ class PackedWeights:
         chosen = set(map(id, layers))
         used = {id(one) for module in modules if id(module) not in chosen for one in module.parameters(recurse=False)}
         self._plain: list[tuple[Any, Any]] = [(layer, layer.weight) for layer in layers]
-        self.bytes = 0
+        self.bytes = self.more_bytes = 0
         for layer, weight in self._plain:
             layer.forward = _forward(layer)
             self.bytes += weight.numel() * weight.element_size()
             if id(weight) not in used:
                 nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
                 layer.weight = torch.nn.Parameter(nothing, requires_grad=False)
+            else:
+                self.more_bytes += weight.numel() * weight.element_size()
 
     def __repr__(self) -> str:
         return f"<PackedWeights {self.bytes >> 20} MiB>"
@@ -45,7 +48,7 @@ class PackedWeights:
         for layer, weight in self._plain:
             del layer.forward
             layer.weight = weight
-        self._plain, self.bytes = [], 0
+        self._plain, self.bytes, self.more_bytes = [], 0, 0
 
     def release(self) -> None:
         """Let go of the plain weights: there is no way back."""
