@@ -12,7 +12,7 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from headway.scheduler import params, payload
+from headway.scheduler import misnamed, params, payload
 from headway.scheduler.errors import CODES, HeadwayError
 from headway.scheduler.params import TokenId
 
@@ -291,7 +291,9 @@ encode = _encoder.encode
 decode_answer = _server_decoder.decode
 
 _AT = re.compile(r" - at `(?:key` in `)?\$\.?(.*)`$")
-_FIELD = re.compile(r"(?:unknown|required) field `([^`]*)`")
+_FIELD = re.compile(r"(unknown|required) field `([^`]*)`")
+_FIELDS = tuple(dict.fromkeys(name for kind in ClientMessage.__args__ for name in kind.__struct_fields__))
+_TYPES = tuple(str(kind.__struct_config__.tag) for kind in ClientMessage.__args__)
 _CHOICES: dict[type, tuple[str, ...]] = {
     Generate: ("prompt", "messages", "input_ids"),
     Embed: ("text", "input_ids"),
@@ -351,12 +353,16 @@ def _check_payload(raw: msgspec.Raw) -> None:
 def _refusal(text: str) -> HeadwayError:
     """A validation error of the decoder, with its field taken out of the sentence."""
     at = _AT.search(text)
-    path = at.group(1) if at else ""
+    path = holder = at.group(1) if at else ""
     named = _FIELD.search(text)
     if named:
-        path = f"{path}.{named.group(1)}" if path else named.group(1)
+        path = f"{path}.{named.group(2)}" if path else named.group(2)
     path = path[:QUOTE_CHARS_MAX]
     sentence = (text[: at.start()] if at else text)[:QUOTE_CHARS_MAX]
+    if named and named.group(1) == "unknown" and holder in ("", "params"):
+        sentence += misnamed.advice(named.group(2), _FIELDS, Params.__struct_fields__, inside=holder == "params")
+    elif path == "type":
+        sentence += f"; the types are {', '.join(_TYPES)}"
     return HeadwayError("invalid_request", f"{path}: {sentence}" if path else sentence, field=path or None)
 
 

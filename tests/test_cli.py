@@ -76,11 +76,13 @@ def answers(message: wire.ClientMessage) -> list[wire.ServerMessage]:
                 f" +{message.params.max_new_tokens}",
             ]
             deltas = [wire.Delta(id=id_ or "", seq=seq, token_ids=[seq], text=text) for seq, text in enumerate(words)]
+            odds = wire.Logprobs([-0.5, -1.0]) if message.params.logprobs == 0 else None
             ending = wire.Result(
                 id=id_,
                 text="".join(words),
                 token_ids=[0, 1],
                 finish_reason="stop",
+                logprobs=odds,
                 usage=usage,
                 timing=timing,
                 model="m",
@@ -185,6 +187,8 @@ def test_help_is_light() -> None:
         (["generate", "--stream", "a", "b"], 2, "leave out --stream"),
         (["generate"], 2, "give a PROMPT"),
         (["generate", "--temperature", "-1", "a"], 2, "--temperature"),
+        (["generate", "--logprobs", "2", "a"], 2, "add --json"),
+        (["generate", "--min-p", "2", "a"], 4, "params.min_p"),
         (["call", "{"], 2, "the value is not JSON"),
         (["info", "--connect", "localhost"], 2, "it must be tcp://host:port"),
         (["info", "--server-key", "x"], 2, "40 characters"),
@@ -277,6 +281,9 @@ def test_answers(run: Callable[..., Result], arguments: list[str], stdin: str, o
 def test_json(run: Callable[..., Result]) -> None:
     [answer] = map(json.loads, run("generate", "abc", "--json").stdout.splitlines())
     assert (answer["text"], answer["finish_reason"], answer["usage"]["prompt_tokens"]) == ("ABC +256", "stop", 3)
+    assert "logprobs" not in answer
+    [answer] = map(json.loads, run("generate", "abc", "--json", "--logprobs", "0").stdout.splitlines())
+    assert [one["logprob"] for one in answer["logprobs"]] == [-0.5, -1.0]
     *deltas, last = map(json.loads, run("generate", "abc", "--json", "--stream").stdout.splitlines())
     assert ([delta["text"] for delta in deltas], last["text"]) == (["ABC", " +256"], "ABC +256")
     lines = [json.loads(line) for line in run("embed", "a", "ab", "--json").stdout.splitlines()]

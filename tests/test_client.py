@@ -11,7 +11,7 @@ import pytest
 
 from headway.scheduler import wire
 from headway.scheduler.client import Client, Stream
-from headway.scheduler.client_types import Counters, GenerateOptions, Options
+from headway.scheduler.client_types import Alternative, Counters, GenerateOptions, Options, TokenLogprob
 from tests.scripted import (
     MODEL,
     Message,
@@ -99,6 +99,43 @@ async def test_messages_and_every_option_are_the_wires() -> None:
     with Scripted(script) as server:
         async with Client(server.endpoint) as client:
             assert (await client.generate(messages=[{"role": "user", "content": "hi"}])).text == "hi"
+
+
+async def test_logprobs_come_as_one_value_for_each_token() -> None:
+    def script(reply: Reply, message: Message) -> None:
+        columns = {"chosen": [-0.5, -1.0], "top_ids": [[97, 9], [9, 98]], "top": [[-0.5, -2.0], [-0.25, -1.0]]}
+        if message["params"]["logprobs"] == 0:
+            columns = {"chosen": [-0.5, -1.0]}
+        if message.get("stream"):
+            reply.send("delta", seq=0, token_ids=[97], text="a", logprobs={"chosen": [-0.5]})
+            reply.send("delta", seq=1, token_ids=[98], text="b", logprobs={"chosen": [-1.0]})
+        reply.text("ab", logprobs=columns)
+
+    chosen = (TokenLogprob(97, -0.5), TokenLogprob(98, -1.0))
+    tops = ((Alternative(97, -0.5), Alternative(9, -2.0)), (Alternative(9, -0.25), Alternative(98, -1.0)))
+    with Scripted(script) as server:
+        async with Client(server.endpoint) as client:
+            assert (await client.generate("x", logprobs=0)).logprobs == chosen
+            answer = await client.generate("x", logprobs=2)
+            assert answer.logprobs == tuple(
+                TokenLogprob(one.token_id, one.logprob, top) for one, top in zip(chosen, tops, strict=True)
+            )
+            stream = client.stream("x", logprobs=0)
+            pieces = [delta.logprobs async for delta in stream]
+            assert pieces == [chosen[:1], chosen[1:]]
+            assert stream.result.logprobs == chosen
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{"chosen": [-0.5]}, {"chosen": [-0.5, 0.0], "top": [[0.0]], "top_ids": [[1]]}, {"chosen": [], "top": []}],
+)
+async def test_logprobs_of_other_tokens_than_the_answers_are_refused(columns: dict[str, Any]) -> None:
+    with Scripted(lambda reply, _: reply.text("ab", logprobs=columns)) as server:
+        async with Client(server.endpoint) as client:
+            error = await failing(client.generate("x", logprobs=1))
+    assert error.code == "internal"
+    assert "logprobs for every token" in error.message
 
 
 # ---------------------------------------------------------------- refused before anything is sent

@@ -11,7 +11,7 @@ from headway.scheduler.errors import CODES, HeadwayError
 
 if TYPE_CHECKING:
     from headway.scheduler.client import Client
-    from headway.scheduler.client_types import Classification, Delta, Embedding, Generation, Relevance
+    from headway.scheduler.client_types import Classification, Delta, Embedding, Generation, Relevance, TokenLogprob
     from headway.scheduler.embedded import Scheduler
     from headway.scheduler.spec import Curve, ModelSpec, PolicySpec, ServerSpec
     from headway.scheduler.sync_client import SyncClient
@@ -31,6 +31,7 @@ _HOMES = {
     "Scheduler": "embedded",
     "ServerSpec": "spec",
     "SyncClient": "sync_client",
+    "TokenLogprob": "client_types",
 }
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "Scheduler",
     "ServerSpec",
     "SyncClient",
+    "TokenLogprob",
     "__version__",
 ]
 

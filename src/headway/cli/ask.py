@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headway.scheduler.client import Client
     from headway.scheduler.client_types import Embedding
 
+SERVERS = "the server's"  # changes nothing, or the model's own value if its operator wants that
 GENERATE = teach(
     "Generate text. Each PROMPT is a request of its own; without any, standard input is one prompt.",
     "A prompt is sent as a user's message through the model's chat template, or with --raw as it is. Several are sent "
@@ -65,9 +66,29 @@ def generate(
         ),
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="longest answer, in tokens")] = 256,
-    temperature: Annotated[float, typer.Option(min=0, help="0: always the likeliest token")] = 0.0,
-    top_p: Annotated[float, typer.Option(help="sample from the likeliest tokens with this share")] = 1.0,
-    top_k: Annotated[int, typer.Option(min=0, help="sample from so many tokens; 0: all")] = 0,
+    min_tokens: Annotated[int, typer.Option(min=0, help="shortest answer, in tokens")] = 0,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="0: always the likeliest token", show_default=SERVERS)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="sample from the likeliest tokens with this share", show_default=SERVERS)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(min=0, help="sample from so many tokens; 0: all", show_default=SERVERS)
+    ] = None,
+    min_p: Annotated[
+        float | None,
+        typer.Option(help="sample from tokens that have this share of the likeliest's", show_default=SERVERS),
+    ] = None,
+    repetition_penalty: Annotated[
+        float | None, typer.Option(help="over 1: what was said already is less likely", show_default=SERVERS)
+    ] = None,
+    presence_penalty: Annotated[float, typer.Option(help="for a token that the answer has already")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="for each time that the answer has it already")] = 0.0,
+    logprobs: Annotated[
+        int | None,
+        typer.Option(min=0, help="with --json: how likely each token was, and so many alternatives"),
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="the same seed gives the same answer")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="end before this text; may be repeated")] = None,
     model: Model = None,
@@ -84,11 +105,19 @@ def generate(
         raise ConfigError(
             f"--stream prints one answer as it comes, but there are {len(texts)} prompts; leave out --stream"
         )
+    if logprobs is not None and not as_json:
+        raise ConfigError("--logprobs is printed as JSON; add --json")
     shared: dict[str, Any] = {
         "max_new_tokens": max_new_tokens,
+        "min_tokens": min_tokens,
         "temperature": temperature,
         "top_p": top_p,
         "top_k": top_k,
+        "min_p": min_p,
+        "repetition_penalty": repetition_penalty,
+        "presence_penalty": presence_penalty,
+        "frequency_penalty": frequency_penalty,
+        "logprobs": logprobs,
         "seed": seed,
         "stop": stop or [],
         **Who(model=model, tenant=tenant, priority=priority, deadline_ms=deadline_ms),
