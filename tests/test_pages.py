@@ -82,9 +82,11 @@ def test_a_plan_reads_only_its_own_slots(flash: bool) -> None:
             assert all(span.start == 0 for span in chunks)
             continue
         read = []
-        for span in rows:
-            padding = 0 if flash else plan.width - span.end
-            read += own_slots(span) + own_slots(span)[:1] * padding
+        for block in plan.rectangles:
+            assert block.key_start == len(read) or flash
+            for span in rows[block.start : block.end]:
+                padding = 0 if flash else block.width - span.end
+                read += own_slots(span) + own_slots(span)[:1] * padding
         assert plan.read.tolist() == read + [slot for span in chunks for slot in own_slots(span)]
 
 
@@ -106,11 +108,38 @@ def test_lengths_for_flash_are_cumulative() -> None:
 def test_masks_hide_padding_the_future_and_what_is_outside_the_window() -> None:
     plan = Plan([Span([5], 3, [3], True), Span([6], 1, [4], True)], [Span([1, 2], 2, [0], True)], PAGE, CPU)
     seen = lambda mask: (mask == 0).int().tolist()  # noqa: E731
-    assert seen(plan.row_mask(0, torch.float32)[:, 0, 0]) == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert seen(plan.row_mask(2, torch.float32)[:, 0, 0]) == [[0, 0, 1, 1], [1, 1, 0, 0]]
+    assert seen(plan.row_mask(0, 0, torch.float32)[:, 0, 0]) == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert seen(plan.row_mask(0, 2, torch.float32)[:, 0, 0]) == [[0, 0, 1, 1], [1, 1, 0, 0]]
     assert seen(plan.chunk_mask(0, 0, torch.float32)) == [[1, 1, 1, 0], [1, 1, 1, 1]]
     assert seen(plan.chunk_mask(0, 2, torch.float32)) == [[0, 1, 1, 0], [0, 0, 1, 1]]
-    assert plan.row_mask(0, torch.float32) is plan.row_mask(0, torch.float32)  # once for all layers
+    assert plan.row_mask(0, 0, torch.float32) is plan.row_mask(0, 0, torch.float32)  # once for all layers
+
+
+def widths(lengths: list[int], page: int = PAGE) -> list[tuple[int, int]]:
+    """Rows and width of each rectangle that rows of these lengths read."""
+    rows = [Span([1], length - 1, list(range(-(-length // page))), last=True) for length in lengths]
+    return [(block.end - block.start, block.width) for block in Plan(rows, [], page, CPU).rectangles]
+
+
+def test_a_long_row_does_not_make_short_ones_read_as_much() -> None:
+    assert widths([4000, 120, 110, 100]) == [(1, 4000), (3, 120)]
+    assert widths([4000, 3900, 900, 880, 860, 60, 50]) == [(2, 4000), (3, 900), (2, 60)]
+    assert widths([200, 190, 180, 20]) == [(4, 200)]  # not worth another call
+    assert widths([500]) == [(1, 500)]
+    assert widths([100, 4000, 100]) == [(1, 100), (1, 4000), (1, 100)]  # whatever the order, rows stay where they are
+
+
+def test_rectangles_cover_every_row_once() -> None:
+    rng = random.Random(4)
+    for _ in range(100):
+        lengths = [rng.randint(1, 2000) for _ in range(rng.randint(1, 40))]
+        rows = [Span([1], length - 1, list(range(-(-length // PAGE))), last=True) for length in lengths]
+        at = key_at = 0
+        for block in Plan(rows, [], PAGE, CPU).rectangles:
+            assert (block.start, block.key_start) == (at, key_at)
+            assert block.width == max(lengths[block.start : block.end])
+            at, key_at = block.end, block.key_end
+        assert at == len(lengths)
 
 
 def test_the_cache_returns_what_was_written() -> None:

@@ -112,10 +112,10 @@ def _checked(plan: Plan | None, attention_mask: Any, features: dict[str, Any]) -
 
 def _attend(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any) -> Any:
     heads, tokens = query.shape[1:3]
-    rows = plan.rows
-    parts = []
-    if rows:
-        parts.append(_rows(plan, query[0, :, :rows], key[0], value[0], scaling, window, compute))
+    parts = [
+        _rows(plan, index, query[0], key[0], value[0], scaling, window, compute)
+        for index in range(len(plan.rectangles))
+    ]
     for index, chunk in enumerate(plan.chunks):
         keys = key[:, :, chunk.key_start : chunk.key_end]
         values = value[:, :, chunk.key_start : chunk.key_end]
@@ -127,14 +127,16 @@ def _attend(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None,
     return out.reshape(1, tokens, heads, value.shape[-1])
 
 
-def _rows(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any) -> Any:
-    """All decode rows at once: the queries that share a group are the rows of one small product."""
-    rows, width = plan.rows, plan.width
-    groups = key.shape[0]
-    keys = key[:, : rows * width].unflatten(1, (rows, width)).transpose(0, 1)
-    values = value[:, : rows * width].unflatten(1, (rows, width)).transpose(0, 1)
-    queries = query.transpose(0, 1).unflatten(1, (groups, -1))  # [rows, groups, heads of a group, width]
-    out = compute(queries, keys, values, plan.row_mask(window, query.dtype), scaling, 1)
+def _rows(
+    plan: Plan, index: int, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any
+) -> Any:
+    """The decode rows of one rectangle: the queries that share a group are the rows of one small product."""
+    start, end, key_start, width = block = plan.rectangles[index]
+    rows, groups = end - start, key.shape[0]
+    keys = key[:, key_start : block.key_end].unflatten(1, (rows, width)).transpose(0, 1)
+    values = value[:, key_start : block.key_end].unflatten(1, (rows, width)).transpose(0, 1)
+    queries = query[:, start:end].transpose(0, 1).unflatten(1, (groups, -1))  # [rows, groups, heads of a group, width]
+    out = compute(queries, keys, values, plan.row_mask(index, window, query.dtype), scaling, 1)
     return out.reshape(rows, -1, value.shape[-1])
 
 

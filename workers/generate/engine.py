@@ -226,12 +226,13 @@ class GenerateEngine:
     # ------------------------------------------------------------ a step
 
     def _shares(self) -> list[tuple[Request, int]]:
-        """Who runs how many tokens: every decoding request one, then prompts while the budget lasts.
+        """Who runs how many tokens: every decoding request one, long ones first, then prompts while the budget lasts.
 
         The prompt with the least left to read goes first, so that a long one does not hold up the short ones behind it;
         the oldest has OLDEST_SHARE of the budget for its own, so that they do not hold it up for ever.
         """
         decoding = [(request, 1) for request in self._running if request.pending == 1]
+        decoding.sort(key=lambda share: -len(share[0].tokens))  # equal lengths side by side read alike
         reading = [request for request in self._running if request.pending > 1]
         if not reading:
             return decoding

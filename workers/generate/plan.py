@@ -1,12 +1,15 @@
 """The plan of one step: which tokens run, where their keys and values go, and what each may look at.
 
 All tokens of a step lie in one row [1, T]: first one token for each decoding request, then the chunks of requests
-whose prompt is being read. Decode rows read a rectangle of slots, as wide as the longest of them; a shorter row is
-padded with its own first slot and masked there, so that no row ever touches a slot of another. Everything that is the
-same in all layers is computed here, once for each step, as tensors on the device.
+whose prompt is being read. Decode rows read rectangles of slots, each as wide as the longest of its rows; a shorter row
+is padded with its own first slot and masked there, so that no row ever touches a slot of another. Rows of much
+different lengths, which the engine puts in order, read different rectangles: one long text must not make all others
+read as much as it does. Everything that is the same in all layers is computed here, once for each step, as tensors on
+the device.
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +31,23 @@ class Span(NamedTuple):
         return self.start + len(self.ids)
 
 
+# Slots of padding that are worth a rectangle more: what its calls cost in each layer, over the time to read a slot.
+SPLIT_SLOTS = {"cpu": 192, "cuda": 16384}
+
+
+class Rectangle(NamedTuple):
+    """Decode rows [start, end) read `width` slots each, from `key_start` on of what the cache returns."""
+
+    start: int
+    end: int
+    key_start: int
+    width: int
+
+    @property
+    def key_end(self) -> int:
+        return self.key_start + (self.end - self.start) * self.width
+
+
 class Chunk(NamedTuple):
     """Where a chunk lies: tokens [start, end) of the row, read slots [key_start, key_end) of what the cache returns."""
 
@@ -46,20 +66,24 @@ class Plan:
     """One step, ready for the model. Made from the decoding spans (one token each) and the prefilling ones, in order.
 
     `flash`: read slots exactly, request after request, with cumulative lengths, as FlashAttention's varlen form wants
-    them, instead of the padded rectangle.
+    them, instead of padded rectangles.
     """
 
     def __init__(
         self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int, device: Any, *, flash: bool = False
     ) -> None:
         self.rows = len(decode)
-        self.width = max((span.end for span in decode), default=0)
         self.flash = flash
         self.device = device
         self.layers = 0  # attention calls seen: proof of what ran
         spans = [*decode, *prefill]
         self.tokens = sum(len(span.ids) for span in spans)
-        write, read = _rectangle(decode, self.width, page_tokens, exact=flash) if decode else ([], [])
+        self._ends = [span.end for span in decode]
+        self.rectangles = _rectangles(self._ends, SPLIT_SLOTS["cpu" if torch.device(device).type == "cpu" else "cuda"])
+        write: list[Any] = []
+        read: list[Any] = []
+        for block in self.rectangles:
+            _fill(block, decode[block.start : block.end], page_tokens, write, read, exact=flash)
         self.chunks = self._add_chunks(prefill, page_tokens, write, read)
         self.ids = torch.tensor([[token for span in spans for token in span.ids]], device=device)
         positions = [position for span in spans for position in range(span.start, span.end)]
@@ -68,7 +92,6 @@ class Plan:
         needs_read = bool(decode) or any(span.start for span in prefill)
         self.read = torch.cat(read).to(device) if needs_read else None
         self.lasts = torch.tensor(_lasts(spans), device=device)
-        self._ends = [span.end for span in decode]
         self._masks: dict[tuple[int, int], Any] = {}
         if flash:
             self._add_lengths(spans)
@@ -90,12 +113,13 @@ class Plan:
         as_tensor = lambda counts: torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)  # noqa: E731
         self.queries_at, self.keys_at = as_tensor(queries), as_tensor(keys)
 
-    def row_mask(self, window: int, dtype: Any) -> Any:
-        """What decode rows may see of their rectangle: [rows, 1, 1, width], 0 or -inf. `window` 0: everything."""
-        key = (-1, window)
+    def row_mask(self, index: int, window: int, dtype: Any) -> Any:
+        """What the rows of rectangle `index` may see of it: [rows, 1, 1, width], 0 or -inf. `window` 0: everything."""
+        key = (-1 - index, window)
         if key not in self._masks:
-            ends = torch.tensor(self._ends, device=self.device)[:, None, None, None]
-            column = torch.arange(self.width, device=self.device)
+            block = self.rectangles[index]
+            ends = torch.tensor(self._ends[block.start : block.end], device=self.device)[:, None, None, None]
+            column = torch.arange(block.width, device=self.device)
             seen = column < ends
             self._masks[key] = _additive(seen & (column >= ends - window) if window else seen, dtype)
         return self._masks[key]
@@ -119,16 +143,40 @@ def _slots(span: Span, page_tokens: int) -> Any:
     return (pages[:, None] * page_tokens + torch.arange(page_tokens)).flatten()[: span.end]
 
 
-def _rectangle(decode: Sequence[Span], width: int, page_tokens: int, *, exact: bool) -> tuple[list[Any], list[Any]]:
-    """Slots that decode rows write (one each) and read (a rectangle, flattened; or, `exact`, without its padding)."""
-    across = -(-width // page_tokens)
+def _rectangles(ends: Sequence[int], split_slots: int) -> list[Rectangle]:
+    """Rows of lengths `ends` cut into rectangles, where a cut saves `split_slots` slots of padding or more."""
+    found: list[Rectangle] = []
+    pending = [(0, len(ends))] if ends else []
+    key_start = 0
+    while pending:
+        start, end = pending.pop()
+        lengths = ends[start:end]
+        before = list(accumulate(lengths, max))  # how wide rows [start, start + i] are together
+        after = list(accumulate(reversed(lengths), max))[::-1]
+        count, width = len(lengths), before[-1]
+        saved, cut = max(
+            ((count * width - at * before[at - 1] - (count - at) * after[at], at) for at in range(1, count)),
+            default=(0, 0),
+        )
+        if cut and saved >= split_slots:
+            pending += [(start + cut, end), (start, start + cut)]
+            continue
+        found.append(Rectangle(start, end, key_start, width))
+        key_start = found[-1].key_end
+    return found
+
+
+def _fill(
+    block: Rectangle, decode: Sequence[Span], page_tokens: int, write: list[Any], read: list[Any], *, exact: bool
+) -> None:
+    """Add the slots that the rows of `block` write (one each) and read (all of it; or, `exact`, without padding)."""
+    across = -(-block.width // page_tokens)
     table = torch.tensor([[*span.pages[:across], *([span.pages[0]] * (across - len(span.pages)))] for span in decode])
-    slots = (table[:, :, None] * page_tokens + torch.arange(page_tokens)).flatten(1)[:, :width]
+    slots = (table[:, :, None] * page_tokens + torch.arange(page_tokens)).flatten(1)[:, : block.width]
     position = torch.tensor([[span.start] for span in decode])
-    live = torch.arange(width) <= position
-    write = slots.gather(1, position)[:, 0]
-    read = slots[live] if exact else torch.where(live, slots, slots[:, :1]).flatten()
-    return [write], [read]
+    live = torch.arange(block.width) <= position
+    write.append(slots.gather(1, position)[:, 0])
+    read.append(slots[live] if exact else torch.where(live, slots, slots[:, :1]).flatten())
 
 
 def _lasts(spans: Sequence[Span]) -> list[int]:
