@@ -15,6 +15,7 @@ from headway.policies.experts.composer import (
     grouped,
     grouping_pays,
     overdue_after,
+    overtaken,
 )
 
 rng = np.random.default_rng
@@ -108,13 +109,13 @@ def test_a_choice_is_a_choice(sizes: tuple[int, ...], compose: object, busy: boo
 
 
 @settings(deadline=None, max_examples=40)
-@given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.sampled_from(["hot", "cold", "random"]))
-def test_nobody_starves_under_adversarial_arrivals(take: int, seed: int, who: str) -> None:
-    """Once in the window, a request waits PASSES x window batches at most, then one window more, in order."""
+@given(st.integers(1, 6), st.integers(0, 2**32 - 1), st.sampled_from(["hot", "cold", "random"]), st.booleans())
+def test_nobody_starves_under_adversarial_arrivals(take: int, seed: int, who: str, oldest: bool) -> None:
+    """Nobody is overtaken by more than PASSES windows and a batch: so it waits for them, and for who was before it."""
     random = rng(seed)
     window = WINDOW * take
-    passes = overdue_after(window, take)
-    bound = passes + WINDOW + 1
+    passes = overdue_after(window)
+    bound = (PASSES + 1) * WINDOW + 1
     queue: list[tuple[int, np.ndarray, int]] = []  # entered, load, passed over
     for batch in range(12 * bound):
         while len(queue) < window:
@@ -125,7 +126,7 @@ def test_nobody_starves_under_adversarial_arrivals(take: int, seed: int, who: st
                 load[0, int(rest.argmin() if who == "cold" else rest.argmax())] = 10.0
             queue.append((batch, load, 0))
         overdue = [at for at, one in enumerate(queue) if one[2] >= passes]
-        taken = set(balanced(Waiting(np.stack([one[1] for one in queue]), overdue), take))
-        assert all(batch - queue[at][0] <= bound for at in range(len(queue)))
-        queue = [(one[0], one[1], one[2] + 1) for at, one in enumerate(queue) if at not in taken]
-    assert passes == PASSES * WINDOW
+        taken = balanced(Waiting(np.stack([one[1] for one in queue]), overdue, oldest), take)
+        assert all(batch - one[0] <= bound and one[2] < passes + take for one in queue)
+        passed = overtaken(taken, len(queue))
+        queue = [(one[0], one[1], one[2] + passed[at]) for at, one in enumerate(queue) if at not in taken]

@@ -103,10 +103,10 @@ def test_age_and_pass_overs_force() -> None:
     queue = [on(0, at, arrived_ns=at, limit_ns=100) for at in range(16)]
     assert policy.choose(queue, 16, 4, batch, 1, 75).taken == [0, 1, 2, 3]  # 70% of 100 ns is over for the first six
     assert policy.counters["forced"] == 4
-    queue = [on(0, at, passed=20 * (at in (5, 6, 7, 8))) for at in range(16)]
+    queue = [on(0, at, passed=50 * (at in (5, 6, 7, 8))) for at in range(16)]
     assert policy.choose(queue, 16, 4, batch, 1, 0).taken == [5, 6, 7, 8]
-    assert [one.passed for one in queue[:6]] == [1, 1, 1, 1, 1, 20]
-    assert policy.report()["passed_over"] == {"0": 4, "16": 4}
+    assert [one.passed for one in queue[:10]] == [4] * 5 + [50] * 4 + [0]
+    assert policy.report()["passed_over"] == {"0": 4, "12": 4}
 
 
 def test_a_request_that_nobody_could_forecast_is_served_like_any_other() -> None:
@@ -142,13 +142,13 @@ def test_batches_that_are_never_reported_are_given_up() -> None:
 
 
 def test_who_joins_is_chosen_by_what_those_who_run_decode() -> None:
-    policy = ready()
+    policy = ready(ExpertAware(1, DEVICES, joining=True))
     running = [on(0, 900 + at, decode=50) for at in range(4)]
     policy.started([(one, "t") for one in running], take=4, batch=60, worker=1, reason="shallow")
     queue = [on(at % 2, at, decode=50) for at in range(8)]
     batch = batch_that(policy, explores=False)
     joins = policy.choose(queue, 8, 3, batch, 1, 0).taken
-    assert [queue[at].rid % 2 for at in joins] == [0, 1, 1]  # the oldest always; then whoever is not on device 0
+    assert [queue[at].rid % 2 for at in joins] == [1, 1, 1]  # not whoever is on device 0
     for one in running:  # they turn out to use device 1
         counts = np.zeros((1, DEVICES), np.float32)
         counts[0, 1] = 10

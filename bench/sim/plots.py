@@ -24,10 +24,11 @@ def check(path: Path) -> None:
     """Raises ConfigError before any work is done if the picture could not be drawn."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"{path}: a plot ends in {', '.join(SUFFIXES)}")
-    _figure(1)
+    figure(1)
 
 
-def _figure(panels: int) -> tuple[Any, Sequence[Any]]:
+def figure(panels: int) -> tuple[Any, Sequence[Any]]:
+    """A picture of `panels` axes in a row. Raises ConfigError without matplotlib."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -49,15 +50,15 @@ def latencies_ms(outcome: Outcome) -> "np.ndarray[tuple[int, ...], np.dtype[np.f
 
 def draw_run(path: Path, report: Report, outcome: Outcome, over_load: Mapping[str, Curve] | None = None) -> None:
     """One run: latency, batch sizes, and if given latency over load."""
-    figure, axes = _figure(3 if over_load else 2)
+    picture, axes = figure(3 if over_load else 2)
     _cdf(axes[0], {report.window: outcome})
     sizes = {int(size): count for size, count in report.batch_sizes.items()}
     axes[1].bar(list(sizes), list(sizes.values()))
     axes[1].set(xlabel="batch size", ylabel="batches")
     if over_load:
         _over_load(axes[2], over_load)
-    figure.suptitle(f"{report.source}, {report.engine}, {report.window}")
-    figure.savefig(path)
+    picture.suptitle(f"{report.source}, {report.engine}, {report.window}")
+    picture.savefig(path)
 
 
 def _cdf(axis: Any, outcomes: Mapping[str, Outcome]) -> None:
@@ -80,16 +81,16 @@ def _over_load(axis: Any, curves: Mapping[str, Curve], what: str = "mean latency
 
 def draw_over_load(path: Path, panels: Mapping[str, Mapping[str, Curve]], what: str) -> None:
     """One panel for each engine, one curve for each window."""
-    figure, axes = _figure(max(1, len(panels)))
+    picture, axes = figure(max(1, len(panels)))
     for axis, (title, curves) in zip(axes, panels.items(), strict=False):
         _over_load(axis, curves, what)
         axis.set_title(title)
-    figure.savefig(path)
+    picture.savefig(path)
 
 
 def draw_windows(path: Path, comparison: Comparison) -> None:
     """A bar for each window: mean and P95, beside each other."""
-    figure, axes = _figure(2)
+    picture, axes = figure(2)
     rows = comparison.windows
     for axis, key, best in ((axes[0], "mean_ms", comparison.best_mean), (axes[1], "p95_ms", comparison.best_p95)):
         known = [row for row in rows if getattr(row.latency, key)]
@@ -97,4 +98,4 @@ def draw_windows(path: Path, comparison: Comparison) -> None:
         axis.barh([row.window for row in known], [getattr(row.latency, key) for row in known], color=colours)
         axis.invert_yaxis()
         axis.set(xscale="log" if known else "linear", xlabel=f"latency, {key.removesuffix('_ms')}, ms")
-    figure.savefig(path)
+    picture.savefig(path)

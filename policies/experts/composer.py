@@ -1,8 +1,8 @@
 """Who runs together: from the oldest waiting, the batch whose hottest device is least hot, or whose experts are fewest.
 
-The oldest always goes, and whoever is overdue goes before all others, so that waiting is bounded whatever the loads
-say. Beside them the composer adds, one by one, the request that raises the sum over layers of the hottest device least.
-It only chooses among who waits already: it never waits for a better mixture.
+Of a whole batch the oldest is always one; and whoever was overtaken too often goes before all others, so that waiting
+is bounded whatever the loads say. Beside them the composer adds, one by one, the request that raises the sum over
+layers of the hottest device least. It only chooses among who waits already: it never waits for a better mixture.
 
 A device that holds all experts has nothing to balance; where its steps are bound by reading weights, requests that use
 the same experts are grouped instead.
@@ -16,24 +16,34 @@ import numpy as np
 from headway.policies.experts.arrays import Floats, Loads
 
 WINDOW, GROUPING_WINDOW = 4, 8  # batches' worth of the oldest that are looked at
+JOINING_WINDOW = 2  # the same where they join one by one: more brings nothing there
 OWN_MIX = 0.5  # how much of the window's own imbalance each batch should carry, so that the rest is no worse
-PASSES = 3  # times the window in batches: who was passed over so often is overdue
+PASSES = 3  # windows' worth of younger requests: who was overtaken by so many is overdue
 WORK_MAX = 3_000_000  # window x batch x layers x groups: beyond it layers are merged (about 5 ms)
 
 
 class Waiting(NamedTuple):
     """Who is looked at, oldest first: their predicted `loads` [requests, layers, groups], and who is overdue.
 
-    `overdue`: indices, oldest first.
+    `overdue`: indices, oldest first. `oldest`: whether the oldest must be among those chosen. It must be in a batch; of
+    those who join a running one by one it would leave no choice.
     """
 
     loads: Loads
     overdue: Sequence[int]
+    oldest: bool = True
 
 
-def overdue_after(window: int, take: int) -> int:
-    """Batches that may pass a request over before it is overdue."""
-    return PASSES * max(1, -(-window // max(1, take)))
+def overdue_after(window: int) -> int:
+    """Younger requests that may overtake one in a window of this size before it is overdue."""
+    return PASSES * window
+
+
+def overtaken(taken: Sequence[int], count: int) -> list[int]:
+    """By how many of `taken`, younger than itself, each of `count` indices is overtaken; 0 for those taken."""
+    younger = np.bincount(np.asarray(taken, int), minlength=count)[::-1].cumsum()[::-1]
+    younger[list(taken)] = 0
+    return [int(one) for one in younger]
 
 
 def balanced(waiting: Waiting, take: int, running: Loads | None = None) -> list[int]:
@@ -96,7 +106,7 @@ def grouping_pays(tokens: float, top_k: int, active: float, slots_worth: float) 
 
 def _forced(waiting: Waiting, take: int) -> list[int]:
     forced = list(waiting.overdue[:take])
-    return forced or ([0] if len(waiting.loads) and take else [])
+    return forced or ([0] if waiting.oldest and len(waiting.loads) and take else [])
 
 
 def _merged(loads: Loads, take: int, count: int | None = None) -> Loads:

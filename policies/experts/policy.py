@@ -13,14 +13,23 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from headway.policies.experts.arrays import Loads, imbalance
-from headway.policies.experts.composer import GROUPING_WINDOW, WINDOW, Waiting, balanced, grouped, overdue_after
+from headway.policies.experts.composer import (
+    GROUPING_WINDOW,
+    JOINING_WINDOW,
+    WINDOW,
+    Waiting,
+    balanced,
+    grouped,
+    overdue_after,
+    overtaken,
+)
 from headway.policies.experts.cost import StepCost, Work
 from headway.policies.experts.decode import Running
 from headway.policies.experts.shedding import FORCE_AGE, Backlog, Drain, Usage, Verdict, verdict
 from headway.policies.experts.worth import Mean, Worth
 
 BATCHES_KEPT = 256  # launched batches whose reports are still awaited; older ones are given up
-PASSES_SHOWN = 16  # the histogram of pass-overs ends here
+PASSES_SHOWN = 16  # the histogram of overtakings, in batches' worth, ends here
 TENANTS_SHOWN = 20
 
 
@@ -60,7 +69,7 @@ class Candidate(Protocol):
     @property
     def limit_ns(self) -> int: ...
 
-    passed: int
+    passed: int  # younger requests that overtook it
 
 
 class Choice(NamedTuple):
@@ -94,13 +103,12 @@ class Launched:
 class ExpertAware:
     """`layers` x `groups`: what is reported. `grouping`: groups are single experts, and all lie on one device.
 
-    `explain` tells of the last choice and the last verdict.
+    `joining`: requests join those who run one by one (iteration-level engines), instead of in whole batches.
     """
 
-    def __init__(self, layers: int, groups: int, *, grouping: bool = False, top_k: int = 1) -> None:
+    def __init__(self, layers: int, groups: int, *, grouping: bool = False, joining: bool = False) -> None:
         self.layers, self.groups = layers, groups
-        self.grouping = grouping
-        self.top_k = top_k
+        self.grouping, self.joining = grouping, joining
         self.worth = Worth()
         self.cost = StepCost()
         self.usage = Usage(groups)
@@ -117,9 +125,9 @@ class ExpertAware:
     def __repr__(self) -> str:
         return f"<ExpertAware {self.layers} x {self.groups}, {self.backlog.requests} waiting, {self.worth!r}>"
 
-    def window(self, take: int) -> int:
-        """How many of the oldest to hand to `choose` for a batch of `take`."""
-        return take * (GROUPING_WINDOW if self.grouping else WINDOW)
+    def window(self, slots: int) -> int:
+        """How many of the oldest to hand to `choose`. `slots`: requests in a batch, or that run at a time."""
+        return slots * (GROUPING_WINDOW if self.grouping else JOINING_WINDOW if self.joining else WINDOW)
 
     # ------------------------------------------------------------ at the door
 
@@ -173,21 +181,19 @@ class ExpertAware:
         self.counters[f"batches.{skipped or ('grouped' if self.grouping else 'composed')}"] += 1
         if skipped:
             return Choice(list(range(min(take, len(waiting)))), skipped)
-        after = overdue_after(len(waiting), take)
+        after = overdue_after(len(waiting))
         overdue = [at for at, one in enumerate(waiting) if _is_overdue(one, after, now_ns)]
         self.counters["forced"] += min(take, len(overdue))
         running = [demand for on, demand, _ in self._running.values() if on == worker]
         if self.grouping:
-            shares = np.stack([self._demand(one) for one in waiting]) / np.float32(1.0)
-            taken = grouped(Waiting(shares, overdue), take, _used(running))
+            chances = np.stack([self._demand(one) for one in waiting])
+            taken = grouped(Waiting(chances, overdue, not self.joining), take, _used(running))
         else:
             taken = balanced(*self._balance(waiting, overdue, take, running))
-        chosen = set(taken)
-        for at, one in enumerate(waiting):
-            if at in chosen:
-                self.passes[min(one.passed, PASSES_SHOWN)] += 1
-            else:
-                one.passed += 1
+        for at in taken:
+            self.passes[min(waiting[at].passed // take, PASSES_SHOWN)] += 1
+        for one, younger in zip(waiting, overtaken(taken, len(waiting)), strict=True):
+            one.passed += younger
         return Choice(taken, "grouped" if self.grouping else "composed")
 
     def _balance(
@@ -197,10 +203,11 @@ class ExpertAware:
         loads = np.stack([self._load(one) for one in waiting])
         horizon = float(np.mean([_decode(one) for one in waiting]))
         if not horizon:
-            return Waiting(loads, overdue), take, None
+            return Waiting(loads, overdue, not self.joining), take, None
         decoding = np.stack([self._demand(one) for one in waiting]) * np.float32(horizon)
         now = np.sum([one.demand for one in running], axis=0) * np.float32(horizon) if running else self._nothing
-        return Waiting(np.concatenate([loads, decoding], 1), overdue), take, np.concatenate([self._nothing, now])
+        both = Waiting(np.concatenate([loads, decoding], 1), overdue, not self.joining)
+        return both, take, np.concatenate([self._nothing, now])
 
     def started(
         self, requests: Sequence[tuple[Candidate, str]], *, take: int, batch: int, worker: int, reason: str
