@@ -115,7 +115,7 @@ def summary(found: Found) -> list[dict[str, Any]]:
     """For each window and engine: geomean and worst of the ratios to hindsight, and where the worst was."""
     rows = []
     cells = [(job, result) for job, result in found if isinstance(job, Cell)]
-    for name in study.windows():
+    for name in study.WINDOWS:
         for engine in (*study.ENGINES, "all"):
             mine = [(job, result[name]) for job, result in cells if engine in (job.engine, "all")]
             worst_job, worst = max(mine, key=lambda one: one[1]["mean_ratio"])
@@ -157,7 +157,7 @@ def over_load(found: Found) -> dict[str, dict[str, list[tuple[float, float]]]]:
     panels: dict[str, dict[str, list[tuple[float, float]]]] = {}
     cells = [(job, result) for job, result in found if isinstance(job, Cell)]
     for engine in study.ENGINES:
-        for name in study.windows():
+        for name in study.WINDOWS:
             for load in sorted({job.load for job, _ in cells}):
                 ratios = [r[name]["mean_ratio"] for job, r in cells if (job.engine, job.load) == (engine, load)]
                 value = geomean(ratios)
@@ -183,11 +183,11 @@ def show(console: Console, found: Found, rows: Sequence[dict[str, Any]], aims: S
         title="over greedy (mean latency; P95 of the first token; steps: first 2 s over steady, up and down)"
     )
     others.add_column("load")
-    for name in study.windows():
+    for name in study.WINDOWS:
         others.add_column(name, justify="right")
     for job, result in found:
         if not isinstance(job, Cell):
-            others.add_row(_named(job), *(_ratio(result.get(name, {})) for name in study.windows()))
+            others.add_row(_named(job), *(_ratio(result.get(name, {})) for name in study.WINDOWS))
     console.print(others)
     for aim in aims:
         word = "[green]met[/]   " if aim.met else "[red]missed[/]"

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from headway.policies.windows import adaptive, fixed
+from headway.policies.windows import adaptive, aimd, fixed, ski_rental
 from headway.scheduler import events as ev
+from headway.scheduler.latency import CostModel
 from headway.scheduler.lifecycle import MOVES, WORKER_MOVES, IllegalMoveError, move
 from tests.sim import MS, World
 
@@ -35,17 +36,41 @@ def a_burst_noticed_together_is_one_batch() -> World:
 
 
 def a_fixed_window_of_100_ms_and_a_batch_of_four() -> World:
-    """Idle, then four spaced 5 ms; one alone; three spaced 60 ms: batches of 4, 1, and 2 then 1."""
+    """Idle, then four spaced 5 ms; one alone; four at once; three spaced 60 ms: batches of 4, 1, 4 at once, 2 and 1."""
     world = World(0, window=fixed(wait_ns=100 * MS))
     world.join(max_batch=4)
     world.beat()
-    for start, gaps in ((1_000, (0, 5, 5, 5)), (2_000, (0,)), (3_000, (0, 60, 60))):
+    for start, gaps in ((1_000, (0, 5, 5, 5)), (2_000, (0,)), (3_000, (0, 0, 0, 0)), (4_000, (0, 60, 60))):
         world.run(start * MS)
         for gap in gaps:
             world.run(world.now_ns + gap * MS)
             world.submit()
-    world.run(3_500 * MS)
+    world.run(4_500 * MS)
     world.log = [line for line in world.log if "Beat" not in line]
+    return world
+
+
+def ski_rental_launches_when_those_who_wait_have_waited_as_long_as_a_batch_costs() -> World:
+    """8 ms: one alone for 8 ms; two that came 2 ms apart after 2 + 3 + 3."""
+    world = World(0, window=ski_rental(cap_ns=100 * MS))
+    world.join()
+    world.core.services[("m", "k")].learned = CostModel((8.0 * MS, 0.0, 0.0))
+    world.submit()
+    world.run(40 * MS)
+    world.submit()
+    world.run(42 * MS)
+    world.submit()
+    world.run(80 * MS)
+    return world
+
+
+def aimd_takes_one_more_after_each_batch_in_time_and_fewer_after_a_slow_one() -> World:
+    """Batches of 1 and 2 take about 8 ms, the one of 3 takes over the target of 10: then 2 again, and 3."""
+    world = World(0, window=aimd(target_ns=10 * MS))
+    world.join()
+    for tokens in [10] * 3 + [80] * 3 + [10] * 5:
+        world.submit(tokens=tokens)
+    world.run(80 * MS)
     return world
 
 
@@ -183,6 +208,8 @@ ALL: tuple[Callable[[], World], ...] = (
     late_binding_makes_one_batch_of_those_who_came_while_the_worker_was_busy,
     a_burst_noticed_together_is_one_batch,
     a_fixed_window_of_100_ms_and_a_batch_of_four,
+    ski_rental_launches_when_those_who_wait_have_waited_as_long_as_a_batch_costs,
+    aimd_takes_one_more_after_each_batch_in_time_and_fewer_after_a_slow_one,
     a_deadline_closes_the_window_before_it_is_missed,
     a_waiting_request_is_told_on_time_and_never_reaches_the_worker,
     a_lost_worker_gives_its_requests_back_and_its_late_answer_says_nothing,

@@ -134,7 +134,8 @@ FREE = Cost(8 * MS, 0, 0, known=True)
         (STOPPING, view(STEADY, waiting=32), 0, Launch("full")),
         (STOPPING, view(seen(*[1.0] * 15)), 0, Launch("too_few_intervals")),
         (aimd(target_ns=50 * MS), view(STEADY), 0, Launch("aimd", 1)),
-        (aimd(target_ns=50 * MS), view(STEADY, waiting=32), 0, Launch("full", 1)),
+        (aimd(target_ns=50 * MS), view(STEADY, waiting=32), 0, Launch("aimd", 1)),
+        (aimd(target_ns=50 * MS), view(STEADY, waiting=32, max_batch=1), 0, Launch("full", 1)),
     ],
 )
 def test_windows(window: object, seen_by_it: LaneView, now_ns: int, says: Launch | Wait) -> None:

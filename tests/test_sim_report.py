@@ -195,10 +195,10 @@ def test_the_study_finds_greedy_and_its_targets() -> None:
     work.append(study.FirstToken("poisson", 0.5, "fast", 150, ""))
     found = [study.do(job) for job in work]
     assert found[3][1]["greedy"]["ratio"] == 1
-    found.append((study.Steps("e2", 1), {name: {"up": 1.0, "down": 1.2} for name in study.windows()}))
+    found.append((study.Steps("e2", 1), {name: {"up": 1.0, "down": 1.2} for name in study.WINDOWS}))
     rows = window_study.summary(found)
     aims = window_study.targets(found, rows, 60.0)
-    assert {row["window"] for row in rows} == set(study.windows())
+    assert {row["window"] for row in rows} == set(study.WINDOWS)
     assert all(aim.reached > 0 for aim in aims)
     assert next(aim for aim in aims if "load step" in aim.name).reached == 1.2
     assert set(window_study.over_load(found)) == set(study.ENGINES)

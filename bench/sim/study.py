@@ -20,10 +20,9 @@ from headway.bench.sim.engines import PRESETS, Engine
 from headway.bench.sim.sources import Load, open_source
 from headway.bench.sim.synthetic import Sizes
 from headway.bench.sim.world import OK, Outcome
-from headway.scheduler.config import ConfigError
 from headway.scheduler.spec import PolicySpec
 
-WINDOWS = ("adaptive", "greedy", "p95", "fixed:100", "aimd", "ski_rental", "optimal_stopping")
+WINDOWS = ("adaptive", "efficiency", "greedy", "optimal_stopping", "ski_rental", "aimd", "fixed:100", "p95")
 ENGINES = ("e1", "e2", "e3")
 BYPASS = 1024
 MIXED = Sizes(tokens=128, spread=0.8)
@@ -80,19 +79,6 @@ class FirstToken:
 
 
 Job = Cell | Loop | Steps | FirstToken
-
-
-def windows() -> list[str]:
-    """Those of WINDOWS that this headway has."""
-    return [name for name in WINDOWS if _has(name)]
-
-
-def _has(name: str) -> bool:
-    try:
-        with_window(PolicySpec(), name)
-    except ConfigError:
-        return False
-    return True
 
 
 def traces_in(folder: str) -> list[str]:
@@ -157,7 +143,7 @@ def _cell(job: Cell) -> dict[str, Any]:
     setting = Setting(noisy(job.engine), PolicySpec(), workers=job.workers)
     load = setting.at_load(load, job.load)
     fixed = grid(PRESETS[job.engine], load)
-    names = list(dict.fromkeys([*windows(), *fixed]))
+    names = list(dict.fromkeys([*WINDOWS, *fixed]))
     found = _means(load, setting, names, job.seeds)
     best_mean = min(found[name]["mean_ms"] for name in fixed)
     best_p95 = min(found[name]["p95_ms"] for name in fixed)
@@ -167,14 +153,14 @@ def _cell(job: Cell) -> dict[str, Any]:
             "p95_ratio": found[name]["p95_ms"] / best_p95,
             **found[name],
         }
-        for name in windows()
+        for name in WINDOWS
     }
 
 
 def _loop(job: Loop) -> dict[str, Any]:
     setting = Setting(noisy(job.engine), PolicySpec())
     load = open_source(job.source)
-    found = _means(load, setting, windows(), job.seeds)
+    found = _means(load, setting, list(WINDOWS), job.seeds)
     base = found["greedy"]["mean_ms"]
     return {name: {"ratio": values["mean_ms"] / base, **values} for name, values in found.items()}
 
@@ -187,7 +173,7 @@ AFTER_S = 2.0
 def _steps(job: Steps) -> dict[str, Any]:
     """Mean latency in the first two seconds after each step, over that of the later two thirds of the same part."""
     found = {}
-    for name in windows():
+    for name in WINDOWS:
         early: dict[str, list[float]] = {"up": [], "down": []}
         late: dict[str, list[float]] = {"up": [], "down": []}
         for seed in range(job.seeds):
@@ -214,7 +200,7 @@ def _first_token(job: FirstToken) -> dict[str, Any]:
     setting = Setting(PRESETS[job.engine], PolicySpec())
     load = setting.at_load(load, job.load)
     found = {}
-    for name in dict.fromkeys([*windows(), "fixed:20"]):
+    for name in dict.fromkeys([*WINDOWS, "fixed:20"]):
         report, _ = simulate(load, replace(setting, policy=with_window(setting.policy, name)))
         found[name] = {"mean_ms": report.first_token.mean_ms, "p95_ms": report.first_token.p95_ms}
     base = found["greedy"]

@@ -34,7 +34,7 @@ class Aimd:
     def __call__(self, view: LaneView, now_ns: int) -> Launch:
         """Launch, with at most `size`."""
         del now_ns
-        return Launch("full" if view.waiting >= view.max_batch else "aimd", self.size)
+        return Launch("full" if view.waiting >= view.max_batch <= self.size else "aimd", self.size)
 
     def observe(self, requests: int, compute_ns: int) -> None:
         """A batch of `requests` took `compute_ns`."""

@@ -35,7 +35,7 @@ SHOWN = {  # what fits a terminal of 80 columns; --json has the rest
     "workers": ("worker", "pid", "kind", "running", "cap", "failures"),
     "batches": ("batch", "lane", "size", "running", "reason", "waited_ms", "ttft_ms", "took_ms", "output_tokens"),
 }
-HEADINGS = {"cost_fixed_ms": "fixed ms", "cost_per_token_ms": "token ms", "output_tokens": "tokens"}
+HEADINGS = {"cost_fixed_ms": "fixed ms", "cost_per_token_ms": "token ms", "output_tokens": "tokens", "censored": "gaps"}
 WIDTH_PIPED = 200  # columns where there is no terminal to ask
 PACKAGES = ("torch", "transformers", "tokenizers", "pyzmq", "msgspec", "pydantic", "flash-attn")
 
@@ -147,7 +147,7 @@ def _window(known: Mapping[str, Any]) -> str:
     if not known:
         return ""
     rule = f", rule {cell('', known['rule_ms'])} ms" if "rule_ms" in known else ""
-    gaps = f", {known['censored']} of {known['intervals']} idle gaps" if known.get("censored") else ""
+    gaps = f", {known['censored']} of {known.get('intervals', 0)} idle gaps" if known.get("censored") else ""
     return f"{known.get('name', '')} {cell('', known.get('window_ms', 0.0))} ms{rule}{gaps}"
 
 
