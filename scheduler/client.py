@@ -134,22 +134,40 @@ class Client:
         return Stream(self._call("generate", fields, options))
 
     async def embed(
-        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **options: Unpack[Options]
+        self,
+        text: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        truncate: bool | None = None,
+        prompt_name: str | None = None,
+        **options: Unpack[Options],
     ) -> Embedding:
-        """The vector of a text, or of token ids."""
-        call = self._call("embed", {"text": text, "input_ids": input_ids}, options)
+        """The vector of a text, or of token ids.
+
+        `truncate`: cut a text that is too long, and say so in `usage.truncated` (True), or refuse it (False); None: as
+        the server's operator chose. `prompt_name`: which of the model's prompts goes before the text; "": none.
+        """
+        fields = {"text": text, "input_ids": input_ids, "truncate": truncate, "prompt_name": prompt_name}
+        call = self._call("embed", fields, options)
         return client_types.embedding_of(await call.result(), call.attempts)
 
     async def classify(
-        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **options: Unpack[Options]
+        self,
+        text: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        truncate: bool | None = None,
+        **options: Unpack[Options],
     ) -> Classification:
-        """A score for each class of a text, or of token ids."""
-        call = self._call("classify", {"text": text, "input_ids": input_ids}, options)
+        """A score for each class of a text, or of token ids. `truncate`: as for `embed`."""
+        call = self._call("classify", {"text": text, "input_ids": input_ids, "truncate": truncate}, options)
         return client_types.classification_of(await call.result(), call.attempts)
 
-    async def score(self, text: str, text_pair: str, **options: Unpack[Options]) -> Relevance:
-        """How well `text_pair` answers `text`, as a reranker sees it."""
-        call = self._call("score", {"text": text, "text_pair": text_pair}, options)
+    async def score(
+        self, text: str, text_pair: str, *, truncate: bool | None = None, **options: Unpack[Options]
+    ) -> Relevance:
+        """How well `text_pair` answers `text`, as a reranker sees it. `truncate`: as for `embed`."""
+        call = self._call("score", {"text": text, "text_pair": text_pair, "truncate": truncate}, options)
         return client_types.relevance_of(await call.result(), call.attempts)
 
     async def call(self, payload: object, *, tokens: int | None = None, **options: Unpack[Options]) -> Any:

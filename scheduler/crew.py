@@ -150,7 +150,7 @@ class Crew:
             self.outcomes[(batch, outcome.rid)] = outcome
             if outcome.code:
                 failed.append((outcome.rid, known(outcome.code), outcome.message))
-        self.records.done(batch, message.compute_ns, self._age_ns())
+        self.records.done(batch, message.compute_ns, self._age_ns(), message.tokens)
         self._post(ev.BatchDone(worker, batch, message.compute_ns, message.tokens, tuple(failed)))
 
     def _failed(self, worker: int, message: link.Failed) -> None:

@@ -19,8 +19,8 @@ from headway.scheduler.flight import Flight
 from headway.scheduler.front import Reply
 from headway.scheduler.params import check_vocabulary, filled
 from headway.scheduler.report import info, status
-from headway.scheduler.routes import Route, accept, check_text, fit_output
-from headway.scheduler.text import TextPlane
+from headway.scheduler.routes import Route, accept, check_text, cut_to_fit, fit_output
+from headway.scheduler.text import Encoded, TextPlane
 
 if TYPE_CHECKING:
     from headway.scheduler.runtime import Runtime
@@ -32,7 +32,6 @@ TURN_CHARS = 32  # what a chat template adds to each turn, about
 THREADS = 2
 BYTES_PER_TOKEN = 4  # a guess for payloads whose size in tokens the caller does not state
 
-Encoded = tuple[list[int], list[int]]
 Work = Callable[[], Encoded]
 
 
@@ -94,7 +93,7 @@ class Door:
 
     def _generate(self, flight: Flight, message: wire.Generate, route: Route) -> None:
         if message.input_ids is not None:
-            self._take(flight, route, (message.input_ids, []))
+            self._take(flight, route, Encoded(message.input_ids))
         elif message.prompt is not None:
             self._text(flight, route, message.prompt, "prompt")
         else:
@@ -104,26 +103,33 @@ class Door:
             for index, turn in enumerate(messages):
                 check_text(turn["content"], f"messages[{index}].content", route.card)
             size = sum(len(turn["content"]) + TURN_CHARS for turn in messages)
-            self._encode(flight, route, lambda: (codec.encode_chat(messages), []), size)
+            self._encode(flight, route, lambda: Encoded(codec.encode_chat(messages)), size)
 
     def _one_text(self, flight: Flight, message: wire.Embed | wire.Classify, route: Route) -> None:
+        prompt = _prompt(message, route)
         if message.input_ids is not None:
-            self._take(flight, route, (message.input_ids, []))
+            self._take(flight, route, Encoded(message.input_ids))
         else:
             assert message.text is not None
-            self._text(flight, route, message.text, "text")
+            self._text(flight, route, prompt + message.text, "text", cut=_cuts(message, route))
 
     def _pair(self, flight: Flight, message: wire.Score, route: Route) -> None:
         codec = _codec(route, "text")
-        check_text(message.text, "text", route.card)
-        check_text(message.text_pair, "text_pair", route.card)
-        size = len(message.text) + len(message.text_pair)
-        self._encode(flight, route, lambda: codec.encode_pair(message.text, message.text_pair), size)
+        text, pair = message.text, message.text_pair
+        if _cuts(message, route):
+            self._encode(flight, route, lambda: cut_to_fit(codec, text, pair, route.card), len(text) + len(pair))
+            return
+        check_text(text, "text", route.card)
+        check_text(pair, "text_pair", route.card)
+        self._encode(flight, route, lambda: codec.encode_pair(text, pair), len(text) + len(pair))
 
-    def _text(self, flight: Flight, route: Route, text: str, field: str) -> None:
+    def _text(self, flight: Flight, route: Route, text: str, field: str, *, cut: bool = False) -> None:
         codec = _codec(route, field)
+        if cut:
+            self._encode(flight, route, lambda: cut_to_fit(codec, text, None, route.card), len(text))
+            return
         check_text(text, field, route.card)
-        self._encode(flight, route, lambda: (codec.encode(text, special=True), []), len(text))
+        self._encode(flight, route, lambda: Encoded(codec.encode(text, special=True)), len(text))
 
     # ------------------------------------------------------------ tokens
 
@@ -186,7 +192,8 @@ class Door:
     def _take(self, flight: Flight, route: Route, encoded: Encoded) -> None:
         """The input is token ids now: does it fit, and how much may come out?"""
         message = flight.message
-        accept(flight, encoded[0], _field(message), route, encoded[1])
+        accept(flight, encoded.first, _field(message), route, encoded.second)
+        flight.truncated = encoded.cut
         if isinstance(message, wire.Generate):
             if message.params.stop and route.codec is None:
                 text = f"model {route.card.name!r} has no tokenizer here, to find strings: send stop_token_ids"
@@ -219,6 +226,27 @@ def _codec(route: Route, field: str) -> TextPlane:
         text = f"model {route.card.name!r} has no tokenizer here: send input_ids instead of {field}"
         raise HeadwayError("invalid_request", text, field=field)
     return route.codec
+
+
+def _cuts(message: wire.Embed | wire.Classify | wire.Score, route: Route) -> bool:
+    """Whether a text that is too long is cut: as its request says, else as the model's operator does."""
+    return route.card.truncate if message.truncate is None else message.truncate
+
+
+def _prompt(message: wire.Embed | wire.Classify, route: Route) -> str:
+    """What goes before the text."""
+    name = message.prompt_name if isinstance(message, wire.Embed) else None
+    prompts = route.card.prompts
+    if not name:
+        return prompts.get("", "") if name is None else ""
+    if message.input_ids is not None:
+        text = "prompt_name goes with text: what is put before token ids is their sender's affair"
+        raise HeadwayError("invalid_request", text, field="prompt_name")
+    if name not in prompts:
+        there = ", ".join(sorted(filter(None, prompts))) or "none"
+        text = f"model {route.card.name!r} has no prompt {name[: wire.QUOTE_CHARS_MAX]!r}; there: {there}"
+        raise HeadwayError("invalid_request", text, field="prompt_name")
+    return prompts[name]
 
 
 _KINDS: dict[type, str] = {

@@ -69,6 +69,7 @@ class Flight:
         "rid",
         "stopped",
         "tokens",
+        "truncated",
     )
 
     def __init__(self, rid: int, client: int, message: wire.Request, reply: Reply, now_ns: int) -> None:
@@ -82,6 +83,7 @@ class Flight:
         self.ids = b""
         self.ids_pair = b""
         self.tokens = 0
+        self.truncated = False
         self.params: wire.Params | None = None
         self.payload = link.NOTHING
         self.dispatched_ns = 0
@@ -218,7 +220,7 @@ class Flight:
                 embedding=link.unpack_floats(outcome.embedding) if outcome and outcome.embedding is not None else None,
                 scores=outcome.scores if outcome else None,
                 value=outcome.value if outcome and self.kind == "call" else None,
-                usage=wire.Usage(self.tokens, len(self.out)),
+                usage=wire.Usage(self.tokens, len(self.out), self.truncated),
                 timing=self.timing(now_ns),
                 model=self.model,
             )

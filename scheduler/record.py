@@ -3,7 +3,7 @@
 Kept for the last RECORDS_MAX batches and shown by `status`. Times are nanoseconds since the scheduler started.
 """
 
-from collections import deque
+from collections import Counter, deque
 from typing import Any
 
 from msgspec import Struct
@@ -16,7 +16,8 @@ RECORDS_MAX = 1024
 
 
 class BatchRecord(Struct, eq=False):
-    """One batch. `running`: requests on the worker when it joined, with its own; `left`: those without an ending."""
+    """One batch. `running`: requests on the worker when it joined, with its own; `left`: those without an ending;
+    `computed_tokens`: what a one-shot engine says it computed, padding included."""
 
     batch: int
     worker: int
@@ -35,6 +36,7 @@ class BatchRecord(Struct, eq=False):
     first_token_ns: int = 0
     ended_ns: int = 0
     output_tokens: int = 0
+    computed_tokens: int = 0
 
     def shown(self) -> dict[str, Any]:
         """As the status message carries it: milliseconds, rounded; what is not known yet is absent."""
@@ -52,6 +54,8 @@ class BatchRecord(Struct, eq=False):
             "at_ms": _ms(self.at_ns),
             "output_tokens": self.output_tokens,
         }
+        if self.computed_tokens:
+            shown["computed_tokens"] = self.computed_tokens
         if self.compute_ns:
             shown["compute_ms"] = _ms(self.compute_ns)
         if self.first_token_ns:
@@ -64,9 +68,11 @@ class BatchRecord(Struct, eq=False):
 
 
 class Records:
-    """The last batches, and which of them are still running."""
+    """The last batches, and which of them are still running. `counters`: tokens of one-shot batches, as they came and
+    as padding that was computed with them."""
 
     def __init__(self) -> None:
+        self.counters: Counter[str] = Counter()
         self._kept: deque[BatchRecord] = deque(maxlen=RECORDS_MAX)
         self._open: dict[int, BatchRecord] = {}
 
@@ -102,12 +108,16 @@ class Records:
             record.output_tokens += count
             record.first_token_ns = record.first_token_ns or at_ns
 
-    def done(self, batch: int, compute_ns: int, at_ns: int) -> None:
+    def done(self, batch: int, compute_ns: int, at_ns: int, computed_tokens: int = 0) -> None:
         """The whole batch came back, well or not."""
         record = self._open.pop(batch, None)
         if record is not None:
             record.compute_ns = compute_ns
             record.ended_ns = at_ns
+            if computed_tokens and record.kind != "call":  # a call's size is in its caller's measure
+                record.computed_tokens = computed_tokens
+                self.counters["batch_tokens"] += record.input_tokens
+                self.counters["padding_tokens"] += max(0, computed_tokens - record.input_tokens)
 
     def ended(self, batch: int, at_ns: int) -> None:
         """One of its requests has its ending."""

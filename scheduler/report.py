@@ -91,7 +91,11 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
     """How it is going."""
     now_ns = clock.now_ns()
     counters = dict(runtime.core.counters)
-    for name, count in [*runtime.counters.items(), *(runtime.front.counters.items() if runtime.front else ())]:
+    for name, count in [
+        *runtime.counters.items(),
+        *runtime.crew.records.counters.items(),
+        *(runtime.front.counters.items() if runtime.front else ()),
+    ]:
         counters[name] = counters.get(name, 0) + count
     counters["bad_link_messages"] = runtime.crew.hub.bad_messages
     counters["window_faults"] = sum(service.window.faults for service in runtime.core.services.values())

@@ -9,7 +9,7 @@ from headway.scheduler import link, wire
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
 from headway.scheduler.spec import ModelSpec
-from headway.scheduler.text import TextPlane
+from headway.scheduler.text import Encoded, TextPlane
 
 LOADING_RETRY_MS = 1000
 DEFAULT_NEW_TOKENS = wire.Params().max_new_tokens
@@ -102,6 +102,23 @@ def check_text(text: str, field: str, card: link.Card) -> None:
             f"({wire.TEXT_BYTES_PER_TOKEN_MAX} for each of the model's {card.max_input_tokens} input tokens)",
             field=field,
         )
+
+
+def cut_to_fit(codec: TextPlane, text: str, pair: str | None, card: link.Card) -> Encoded:
+    """The ids of a text, or of a pair, of which as much is left off as is too long for the model.
+
+    Of an endless text only so much is tokenised as `check_text` would let pass; if even that fits, because it is mostly
+    blanks, what would have followed is not known, and it is refused as too long.
+    """
+    most = text_limit_bytes(card)
+    found = codec.encode_within(text[:most], None if pair is None else pair[:most], card.max_input_tokens)
+    if not found.cut and max(len(text), len(pair or "")) > most:
+        count = len(found.first) + len(found.second)
+        field = "text" if len(text) > most else "text_pair"
+        raise HeadwayError(
+            "too_long", f"{field} cannot be cut: its first {most} characters have {count} tokens", field=field
+        )
+    return found
 
 
 def accept(flight: Flight, ids: list[int], field: str, route: Route, pair: list[int] | None = None) -> None:

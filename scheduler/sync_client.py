@@ -105,20 +105,34 @@ class SyncClient:
         return SyncStream(self, self._open_portal.call(make))
 
     def embed(
-        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **options: Unpack[Options]
+        self,
+        text: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        truncate: bool | None = None,
+        prompt_name: str | None = None,
+        **options: Unpack[Options],
     ) -> Embedding:
         """The vector of a text, or of token ids."""
-        return self._wait(partial(self._client.embed, text, input_ids=input_ids, **options))
+        given: dict[str, Any] = {"input_ids": input_ids, "truncate": truncate, "prompt_name": prompt_name}
+        return self._wait(partial(self._client.embed, text, **given, **options))
 
     def classify(
-        self, text: str | None = None, *, input_ids: Sequence[int] | None = None, **options: Unpack[Options]
+        self,
+        text: str | None = None,
+        *,
+        input_ids: Sequence[int] | None = None,
+        truncate: bool | None = None,
+        **options: Unpack[Options],
     ) -> Classification:
         """A score for each class of a text, or of token ids."""
-        return self._wait(partial(self._client.classify, text, input_ids=input_ids, **options))
+        return self._wait(partial(self._client.classify, text, input_ids=input_ids, truncate=truncate, **options))
 
-    def score(self, text: str, text_pair: str, **options: Unpack[Options]) -> Relevance:
+    def score(
+        self, text: str, text_pair: str, *, truncate: bool | None = None, **options: Unpack[Options]
+    ) -> Relevance:
         """How well `text_pair` answers `text`, as a reranker sees it."""
-        return self._wait(partial(self._client.score, text, text_pair, **options))
+        return self._wait(partial(self._client.score, text, text_pair, truncate=truncate, **options))
 
     def call(self, payload: object, *, tokens: int | None = None, **options: Unpack[Options]) -> Any:
         """What a user's own engine makes of `payload`. `tokens`: its size in the caller's own measure."""

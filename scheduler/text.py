@@ -15,8 +15,9 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from headway.scheduler import link
@@ -28,6 +29,15 @@ _BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")  # how sentencepiece spells a byte
 PENDING_MAX = 8  # tokens that wait for the end of a character, which has 4 bytes at most
 
 
+class Encoded(NamedTuple):
+    """The ids of an input, special tokens included. `second`: from where a second text begins; `cut`: whether tokens
+    were left off."""
+
+    first: list[int]
+    second: list[int] = []  # noqa: RUF012 - never changed
+    cut: bool = False
+
+
 class Vocabulary(Protocol):
     """A tokenizer. `piece`: the bytes of one token (b"" for a special one), or None where tokens are not bytes.
     `visible`: the ids that have text: known, and not special. `unfinished`: whether these end inside a character."""
@@ -36,7 +46,9 @@ class Vocabulary(Protocol):
 
     def encode(self, text: str, special: bool) -> list[int]: ...
 
-    def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]: ...
+    def encode_pair(self, text: str, pair: str) -> Encoded: ...
+
+    def encode_within(self, text: str, pair: str | None, limit: int) -> Encoded: ...
 
     def encode_batch(self, texts: Sequence[str], special: bool) -> list[list[int]]: ...
 
@@ -77,10 +89,15 @@ class TextPlane:
         added, named = self._vocabulary.encode("", True)[:1], self._vocabulary.encode(name, False)
         return added if name and added == named else []
 
-    def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]:
-        """The ids of two texts with the special tokens of a pair: joined, the model's input; the cut is where the
-        second segment begins (token type 1 for models that have types)."""
+    def encode_pair(self, text: str, pair: str) -> Encoded:
+        """The ids of two texts with the special tokens of a pair: joined, the model's input; the second begins where
+        the second segment does (token type 1 for models that have types)."""
         return self._vocabulary.encode_pair(text, pair)
+
+    def encode_within(self, text: str, pair: str | None, limit: int) -> Encoded:
+        """The ids of one text or two, at most `limit` of them: what is too much is cut off at the end, of the longer
+        text first, and the special tokens stay. As the tokenizers library truncates."""
+        return self._vocabulary.encode_within(text, pair, limit)
 
     def encode_batch(self, texts: Sequence[str], *, special: bool) -> list[list[int]]:
         """`encode` for each text, in parallel where the library can."""
@@ -131,8 +148,13 @@ class _Bytes:
     def encode(self, text: str, special: bool) -> list[int]:  # noqa: ARG002
         return list(text.encode())
 
-    def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]:
-        return list(text.encode()), list(pair.encode())
+    def encode_pair(self, text: str, pair: str) -> Encoded:
+        return Encoded(list(text.encode()), list(pair.encode()))
+
+    def encode_within(self, text: str, pair: str | None, limit: int) -> Encoded:
+        first, second = list(text.encode()), list((pair or "").encode())
+        most = _shares(len(first), len(second), limit)
+        return Encoded(first[: most[0]], second[: most[1]], most != (len(first), len(second)))
 
     def encode_batch(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         return [self.encode(text, special) for text in texts]
@@ -168,11 +190,25 @@ class _Json:
     def encode(self, text: str, special: bool) -> list[int]:
         return self._fast.encode(text, add_special_tokens=special).ids
 
-    def encode_pair(self, text: str, pair: str) -> tuple[list[int], list[int]]:
+    def encode_pair(self, text: str, pair: str) -> Encoded:
         both = self._fast.encode(text, pair)
-        kinds = zip(both.type_ids, both.sequence_ids, strict=True)
-        cut = next((i for i, (type_id, sequence) in enumerate(kinds) if type_id == 1 or sequence == 1), len(both.ids))
-        return both.ids[:cut], both.ids[cut:]
+        second = _second(both)
+        return Encoded(both.ids[:second], both.ids[second:])
+
+    def encode_within(self, text: str, pair: str | None, limit: int) -> Encoded:
+        whole = self._fast.encode(text, pair)
+        ids, second = whole.ids, len(whole.ids) if pair is None else _second(whole)
+        if len(ids) <= limit:
+            return Encoded(ids[:second], ids[second:])
+        places: tuple[list[int], list[int]] = ([], [])
+        for place, sequence in enumerate(whole.sequence_ids):  # None: a special token of the template
+            if sequence is not None:
+                places[sequence].append(place)
+        texts = len(places[0]) + len(places[1])
+        most = _shares(len(places[0]), len(places[1]), max(0, limit - (len(ids) - texts)))
+        off = {*places[0][most[0] :], *places[1][most[1] :]}
+        kept = [place for place in range(len(ids)) if place not in off]
+        return Encoded([ids[p] for p in kept if p < second], [ids[p] for p in kept if p >= second], True)
 
     def encode_batch(self, texts: Sequence[str], special: bool) -> list[list[int]]:
         return [found.ids for found in self._fast.encode_batch(list(texts), add_special_tokens=special)]
@@ -208,6 +244,20 @@ class _Json:
             known = b"" if text is None else _bytes_of(text)
             self._pieces[token] = known
         return known
+
+
+def _second(both: Encoding) -> int:
+    """Where the second segment of a pair begins."""
+    kinds = zip(both.type_ids, both.sequence_ids, strict=True)
+    return next((i for i, (type_id, sequence) in enumerate(kinds) if type_id == 1 or sequence == 1), len(both.ids))
+
+
+def _shares(first: int, second: int, room: int) -> tuple[int, int]:
+    """How many of the tokens of two texts stay if there is room for so many: the longer one is cut first."""
+    if first + second <= room:
+        return first, second
+    short = min(first, second, room // 2)
+    return (short, room - short) if first <= second else (room - short, short)
 
 
 def _cut_short(data: bytes) -> bool:

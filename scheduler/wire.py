@@ -74,10 +74,13 @@ class Generate(_Request, frozen=True, tag="generate", kw_only=True):
 
 
 class Embed(_Request, frozen=True, tag="embed", kw_only=True):
-    """A vector for a text. Exactly one of `text`, `input_ids`."""
+    """A vector for a text. Exactly one of `text`, `input_ids`. `prompt_name`: which of the model's prompts goes before
+    the text; "": none; nil: the model's own choice."""
 
     text: str | None = None
     input_ids: TokenIds | None = None
+    truncate: bool | None = None
+    prompt_name: Annotated[str, Meta(max_length=NAME_CHARS_MAX)] | None = None
 
 
 class Classify(_Request, frozen=True, tag="classify", kw_only=True):
@@ -85,6 +88,7 @@ class Classify(_Request, frozen=True, tag="classify", kw_only=True):
 
     text: str | None = None
     input_ids: TokenIds | None = None
+    truncate: bool | None = None
 
 
 class Score(_Request, frozen=True, tag="score", kw_only=True):
@@ -92,6 +96,7 @@ class Score(_Request, frozen=True, tag="score", kw_only=True):
 
     text: str
     text_pair: str
+    truncate: bool | None = None
 
 
 class Call(_Request, frozen=True, tag="call", kw_only=True):
@@ -137,10 +142,11 @@ ClientMessage = Request | Cancel | Ping | Info | Status
 
 
 class Usage(Struct, frozen=True, omit_defaults=True):
-    """Token counts of one answer."""
+    """Token counts of one answer. `truncated`: the text was longer, and its end was cut off."""
 
     prompt_tokens: int
     completion_tokens: int = 0
+    truncated: bool = False
 
 
 class Timing(Struct, frozen=True, omit_defaults=True):

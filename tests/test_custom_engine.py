@@ -147,7 +147,10 @@ def test_a_function_that_fails_the_batch(name: str, said: tuple[str, str]) -> No
 @pytest.mark.parametrize(
     ("path", "says"),
     [
-        ("their_model", "is no engine; use generate, embed, echo, or a path like package.module:attribute"),
+        (
+            "their_model",
+            "is no engine; use generate, embed, classify, score, echo, or a path like package.module:attribute",
+        ),
         ("no_such_module:x", "there is no module 'no_such_module'; start in the directory that holds it"),
         ("their_broken:x", "module their_broken needs 'a_package_that_is_not_there', which is not installed"),
         ("their_raising:x", "importing their_raising raised ZeroDivisionError"),

@@ -1,40 +1,30 @@
 """The embed engine: the vectors of sentence-transformers, in request order, and bad inputs that fail alone."""
 
 import json
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("transformers")
 
+from safetensors.torch import save_file  # noqa: E402
+from tokenizers import Tokenizer, models  # noqa: E402
+
+from headway.scheduler import link  # noqa: E402
 from headway.scheduler.link import Done, Failed, Item, pack_ids, unpack_floats  # noqa: E402
 from headway.scheduler.spec import ModelSpec  # noqa: E402
-from headway.workers.embed import Embedder, embed_engine, make_engine  # noqa: E402
+from headway.workers.embed import embed_engine, make_engine  # noqa: E402
 from headway.workers.load import LoadError  # noqa: E402
+from headway.workers.sentence import head_of, prompts_of  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
-LIMIT = 60
+LIMIT = tiny.ENCODER["max_position_embeddings"]
+OFF = {f"pooling_mode_{name}": False for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
 
 
-def encoder(family: str = "Bert", **changes: Any) -> Any:
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    config = {
-        "vocab_size": tiny.VOCAB,
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "max_position_embeddings": LIMIT,
-    }
-    kind = getattr(transformers, f"{family}Config")
-    return getattr(transformers, f"{family}Model")(kind(**config | changes)).eval()
-
-
-def folder(path: Path, pooling: dict[str, bool] | None = None, *steps: str) -> str:
+def folder(path: Path, pooling: dict[str, Any] | None = None, *steps: str) -> str:
     """A folder with the files sentence-transformers keeps beside the weights."""
     modules = [
         {"type": f"sentence_transformers.models.{step}", "path": f"{at}_{step}"} for at, step in enumerate(steps)
@@ -45,9 +35,15 @@ def folder(path: Path, pooling: dict[str, bool] | None = None, *steps: str) -> s
     return str(path)
 
 
-def texts(count: int = 11, seed: int = 0) -> list[list[int]]:
-    rng = random.Random(seed)
-    return [[rng.randrange(1, tiny.VOCAB) for _ in range(rng.randint(1, LIMIT))] for _ in range(count)]
+def dense(path: Path, sizes: tuple[int, int] = (32, 8), **config: Any) -> tuple[Any, Any]:
+    """Write a Dense step at 2_Dense; its weight and bias."""
+    torch.manual_seed(1)
+    weight, bias = torch.randn(sizes[1], sizes[0]), torch.randn(sizes[1])
+    (path / "2_Dense").mkdir()
+    given = {"in_features": sizes[0], "out_features": sizes[1], "bias": True} | config
+    (path / "2_Dense" / "config.json").write_text(json.dumps(given))
+    save_file({"linear.weight": weight, "linear.bias": bias}, path / "2_Dense" / "model.safetensors")
+    return weight, bias
 
 
 def items(wanted: list[list[int]]) -> list[Item]:
@@ -55,75 +51,157 @@ def items(wanted: list[list[int]]) -> list[Item]:
 
 
 def vectors(engine: Any, wanted: list[Item]) -> list[list[float]]:
-    engine.add(1, wanted)
-    (done,) = engine.step()
-    assert isinstance(done, Done), done
-    assert [outcome.rid for outcome in done.outcomes] == [item.rid for item in wanted]
-    return [unpack_floats(outcome.embedding or b"") for outcome in done.outcomes]
+    return [unpack_floats(outcome.embedding or b"") for outcome in tiny.outcomes(engine, wanted)]
 
 
-def alone(model: Any, ids: list[int], pool: str = "mean") -> list[float]:
+def engine_of(model: Any, **changes: Any) -> Any:
+    return embed_engine(ModelSpec(engine="embed"), tiny.loaded(model, **changes))
+
+
+def pooled(model: Any, ids: list[int], pool: str = "mean") -> Any:
     """The oracle: one text, no padding."""
     with torch.inference_mode():
         hidden = model(torch.tensor([ids])).last_hidden_state[0]
-    vector = {"mean": hidden.mean(0), "cls": hidden[0], "max": hidden.amax(0), "last": hidden[-1]}[pool]
-    return list(torch.nn.functional.normalize(vector, dim=0).tolist())
+    weights = torch.arange(1.0, len(ids) + 1)[:, None]
+    return {
+        "mean": lambda: hidden.mean(0),
+        "cls": lambda: hidden[0],
+        "max": lambda: hidden.amax(0),
+        "lasttoken": lambda: hidden[-1],
+        "mean_sqrt_len_tokens": lambda: hidden.sum(0) / len(ids) ** 0.5,
+        "weightedmean": lambda: (hidden * weights).sum(0) / weights.sum(),
+    }[pool]()
 
 
-@pytest.mark.parametrize("sub_batch", [1, 3, 4, 100])
-def test_a_batch_gives_the_vectors_of_each_text_alone(sub_batch: int) -> None:
-    model, wanted = encoder(), texts()
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model), sub_batch)
-    for found, ids in zip(vectors(engine, items(wanted)), wanted, strict=True):
+def alone(model: Any, ids: list[int], pool: str = "mean") -> list[float]:
+    return list(torch.nn.functional.normalize(pooled(model, ids, pool), dim=0).tolist())
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("Bert", {}),
+        ("Roberta", {"pad_token_id": 1}),
+        ("ModernBert", {"pad_token_id": 0}),
+        ("Qwen3", {"head_dim": 8, "num_key_value_heads": 2}),
+    ],
+)
+def test_a_batch_gives_the_vectors_of_each_text_alone(family: str, changes: dict[str, Any]) -> None:
+    model, wanted = tiny.encoder(family, **changes), tiny.texts(longest=LIMIT - 2)
+    for found, ids in zip(vectors(engine_of(model), items(wanted)), wanted, strict=True):
         assert found == pytest.approx(alone(model, ids), abs=1e-5)
         assert sum(value * value for value in found) == pytest.approx(1.0, abs=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("mode", "pool"),
+    ("config", "pools"),
     [
-        ("pooling_mode_mean_tokens", "mean"),
-        ("pooling_mode_cls_token", "cls"),
-        ("pooling_mode_max_tokens", "max"),
-        ("pooling_mode_lasttoken", "last"),
+        (OFF | {"pooling_mode_mean_tokens": True}, ["mean"]),
+        (OFF | {"pooling_mode_cls_token": True}, ["cls"]),
+        (OFF | {"pooling_mode_max_tokens": True}, ["max"]),
+        (OFF | {"pooling_mode_lasttoken": True}, ["lasttoken"]),
+        (OFF | {"pooling_mode_weightedmean_tokens": True}, ["weightedmean"]),
+        (OFF | {"pooling_mode_mean_sqrt_len_tokens": True}, ["mean_sqrt_len_tokens"]),
+        ({"pooling_mode_cls_token": True}, ["cls", "mean"]),  # that library's default for a mode that is not mentioned
+        ({"pooling_mode": "lasttoken"}, ["lasttoken"]),
     ],
 )
-def test_pooling_is_the_models_own(mode: str, pool: str, tmp_path: Path) -> None:
-    model, wanted = encoder(), texts(5)
-    source = folder(tmp_path, {mode: True}, "Transformer", "Pooling", "Normalize")
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model, source=source))
-    assert engine.card.facts["pooling"] == f"{pool}, normalised"
+def test_pooling_is_the_models_own(config: dict[str, Any], pools: list[str], tmp_path: Path) -> None:
+    model, wanted = tiny.encoder(), tiny.texts(5)
+    source = folder(tmp_path, config, "Transformer", "Pooling")
+    engine = engine_of(model, source=source)
+    assert engine.card.facts["pooling"] == " and ".join(pools)
     for found, ids in zip(vectors(engine, items(wanted)), wanted, strict=True):
-        assert found == pytest.approx(alone(model, ids, pool), abs=1e-5)
+        expected = torch.cat([pooled(model, ids, pool) for pool in pools]).tolist()
+        assert found == pytest.approx(expected, abs=1e-4)
 
 
-def test_without_a_normalize_step_vectors_keep_their_length(tmp_path: Path) -> None:
-    source = folder(tmp_path, {"pooling_mode_mean_tokens": True}, "Transformer", "Pooling")
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(encoder(), source=source))
+def test_steps_after_the_pooling_are_followed_in_order(tmp_path: Path) -> None:
+    model = tiny.encoder()
+    source = folder(tmp_path, OFF | {"pooling_mode_mean_tokens": True}, "Transformer", "Pooling", "Dense", "Normalize")
+    weight, bias = dense(tmp_path, activation_function="torch.nn.modules.activation.Tanh")
+    engine = engine_of(model, source=source)
+    assert engine.card.facts["pooling"] == "mean, dense to 8, normalised"
     (found,) = vectors(engine, items([[1, 2, 3]]))
-    assert sum(value * value for value in found) > 2.0
-    assert engine.card.facts["pooling"] == "mean"
+    expected = torch.tanh(weight @ pooled(model, [1, 2, 3]) + bias)
+    assert found == pytest.approx(torch.nn.functional.normalize(expected, dim=0).tolist(), abs=1e-5)
+
+
+MEAN = OFF | {"pooling_mode_mean_tokens": True}
 
 
 @pytest.mark.parametrize(
     ("pooling", "steps", "words"),
     [
-        ({"pooling_mode_mean_tokens": True}, ("Transformer", "Pooling", "Dense"), "has a Dense step"),
-        ({"pooling_mode_weightedmean_tokens": True}, ("Transformer", "Pooling"), "pools by pooling_mode_weightedmean"),
-        ({"pooling_mode_cls_token": True, "pooling_mode_max_tokens": True}, ("Transformer", "Pooling"), " and "),
+        (MEAN, ("Transformer", "Pooling", "LSTM"), "has a step sentence_transformers.models.LSTM, which"),
+        (OFF | {"pooling_mode_new": True}, ("Transformer", "Pooling"), "pools by pooling_mode_new; known are cls, max"),
+        (OFF, ("Transformer", "Pooling"), "pools by nothing"),
         ({}, ("Transformer",), "pools nothing"),
+        (MEAN, ("Transformer", "Normalize", "Pooling"), "has its Normalize step out of order"),
+        (MEAN, ("Transformer", "Pooling", "Dense"), "has the activation their.Odd"),
     ],
 )
 def test_steps_that_are_not_known_are_refused(
     pooling: dict[str, bool], steps: tuple[str, ...], words: str, tmp_path: Path
 ) -> None:
+    source = folder(tmp_path, pooling, *steps)
+    dense(tmp_path, activation_function="their.Odd")
     with pytest.raises(LoadError, match=words):
-        Embedder(tiny.loaded(encoder(), source=folder(tmp_path, pooling, *steps)))
+        head_of(source, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"in_features": 64}, "does not hold the weights in 2_Dense that its config names"),
+        ({"module_input_name": "token_embeddings"}, "known is one from and to the sentence's vector"),
+    ],
+)
+def test_a_dense_step_that_is_not_whole_is_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:
+    source = folder(tmp_path, MEAN, "Transformer", "Pooling", "Dense")
+    dense(tmp_path, activation_function="torch.nn.Identity", **config)
+    with pytest.raises(LoadError, match=words):
+        head_of(source, torch.device("cpu"))
+
+
+def test_code_that_comes_with_a_model_is_no_known_step(tmp_path: Path) -> None:
+    (tmp_path / "modules.json").write_text('[{"type": "custom_st.Transformer", "path": ""}]')
+    with pytest.raises(LoadError, match=r"has a step custom_st\.Transformer"):
+        head_of(str(tmp_path), torch.device("cpu"))
+
+
+def test_prompts_are_the_models_own(tmp_path: Path) -> None:
+    settings = tmp_path / "config_sentence_transformers.json"
+    assert prompts_of(str(tmp_path)) == {}
+    prompts = {"query": "query: ", "passage": ""}
+    settings.write_text(json.dumps({"prompts": prompts, "default_prompt_name": None}))
+    assert prompts_of(str(tmp_path)) == prompts
+    settings.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "query"}))
+    source = folder(tmp_path, MEAN, "Transformer", "Pooling")
+    engine = engine_of(tiny.encoder(), source=source)
+    assert engine.card.prompts == prompts | {"": "query: "}
+    assert engine.card.facts["prompts"] == "(default), passage, query"
+    settings.write_text(json.dumps({"prompts": prompts, "default_prompt_name": "other"}))
+    with pytest.raises(LoadError, match="has no prompt 'other'"):
+        prompts_of(source)
+    settings.write_text(json.dumps({"prompts": prompts}))
+    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(MEAN | {"include_prompt": False}))
+    with pytest.raises(LoadError, match="leaves its prompts out of the pooling"):
+        head_of(source, torch.device("cpu"))
+
+
+def test_an_encoder_of_lowercased_texts_gets_them(tmp_path: Path) -> None:
+    fast = Tokenizer(models.WordLevel({"[UNK]": 0, "a": 1, "A": 2}, unk_token="[UNK]"))
+    card = link.Tokenizer("json", fast.to_str().encode())
+    assert engine_of(tiny.encoder(), tokenizer=card).card.tokenizer == card
+    (tmp_path / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    served = engine_of(tiny.encoder(), tokenizer=card, source=str(tmp_path)).card.tokenizer
+    assert Tokenizer.from_str(served.data.decode()).encode("A").ids == [1]
 
 
 def test_a_bad_item_fails_alone() -> None:
-    model = encoder()
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model))
+    model = tiny.encoder()
+    engine = engine_of(model)
     wanted = [
         Item(0, ids=pack_ids([5, 6])),
         Item(1, ids=pack_ids([5, tiny.VOCAB])),
@@ -143,8 +221,8 @@ def test_a_bad_item_fails_alone() -> None:
 
 
 def test_a_vector_that_is_not_finite_is_an_error() -> None:
-    model = encoder()
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model))
+    model = tiny.encoder()
+    engine = engine_of(model)
     model.embeddings.word_embeddings.weight.data[7] = float("nan")
     engine.add(1, items([[1, 7, 2], [1, 2, 3, 4]]))
     (done,) = engine.step()
@@ -153,45 +231,39 @@ def test_a_vector_that_is_not_finite_is_an_error() -> None:
 
 
 def test_a_batch_that_raises_has_failed_and_the_next_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = encoder()
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model))
+    model = tiny.encoder()
+    engine = engine_of(model)
 
     def no_memory(**_: Any) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory")
 
     with monkeypatch.context() as patch:
         patch.setattr(model, "forward", no_memory)
-        engine.add(4, items(texts(2)))
+        engine.add(4, items(tiny.texts(2)))
         (failed,) = engine.step()
     assert isinstance(failed, Failed)
     assert (failed.batch, failed.code) == (4, "out_of_memory")
-    assert len(vectors(engine, items(texts(2)))) == 2
-
-
-def test_tokens_are_counted_with_their_padding() -> None:
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(encoder()), 2)
-    engine.add(1, [*items([[1] * 9, [1] * 3, [1] * 10, [1] * 2]), Item(99)])
-    (done,) = engine.step()
-    assert isinstance(done, Done)
-    assert done.tokens == 2 * 3 + 2 * 10
-    assert done.compute_ns > 0
+    assert len(vectors(engine, items(tiny.texts(2)))) == 2
 
 
 def test_the_input_limit_is_the_smallest_that_is_known(tmp_path: Path) -> None:
-    source = folder(tmp_path, {"pooling_mode_mean_tokens": True}, "Transformer", "Pooling")
+    source = folder(tmp_path, MEAN, "Transformer", "Pooling")
     (tmp_path / "sentence_bert_config.json").write_text('{"max_seq_length": 40}')
-    loaded = tiny.loaded(encoder(), source=source)
-    assert Embedder(loaded).input_max == 40
-    assert Embedder(loaded, input_max=50).input_max == 50  # asked for: up to what the model has positions for
-    assert Embedder(loaded, input_max=500).input_max == LIMIT
-    assert Embedder(tiny.loaded(encoder("Roberta", pad_token_id=1))).input_max == LIMIT - 2
+
+    def limit(model: Any, asked: int = 0, source: str = source) -> int:
+        spec = ModelSpec(engine="embed", max_input_tokens=asked)
+        return int(embed_engine(spec, tiny.loaded(model, source=source)).card.max_input_tokens)
+
+    assert limit(tiny.encoder()) == 40
+    assert limit(tiny.encoder(), 50) == 50  # asked for: up to what the model has positions for
+    assert limit(tiny.encoder(), 500) == LIMIT
+    assert limit(tiny.encoder("Roberta", pad_token_id=1), source=str(Path(__file__).parent)) == LIMIT - 2
 
 
 def test_positions_behind_the_padding_id_can_all_be_used() -> None:
-    model = encoder("Roberta", pad_token_id=1)
-    engine = embed_engine(ModelSpec(engine="embed"), tiny.loaded(model))
+    model = tiny.encoder("Roberta", pad_token_id=1)
     wanted = [[index + 5 for index in range(LIMIT - 2)], [9, 8, 7]]
-    for found, ids in zip(vectors(engine, items(wanted)), wanted, strict=True):
+    for found, ids in zip(vectors(engine_of(model), items(wanted)), wanted, strict=True):
         assert found == pytest.approx(alone(model, ids), abs=1e-5)
 
 

@@ -31,6 +31,7 @@ ARROWS = {
             f"headway.scheduler.{name}."
             for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive", "imports")
         ),
+        "headway.scheduler.latency.",  # the cost model is pure, and learned on both sides of the link
     ),
 }
 LIGHT = ("headway", "headway.scheduler.client", "headway.scheduler.core", "headway.scheduler.serve", "headway.cli.app")

@@ -256,3 +256,15 @@ def test_no_socket_uses_libzmqs_own_heartbeats(tmp_path: Path) -> None:
         for socket in (server.runtime.front.socket, server.runtime.crew.hub.socket):
             assert socket.getsockopt(zmq.HEARTBEAT_IVL) == 0
             assert socket.getsockopt(zmq.TCP_KEEPALIVE) == 1
+
+
+def test_padding_is_counted(tmp_path: Path) -> None:
+    with stage(tmp_path, card("embed")) as (_, client, worker):
+        client.send(type="embed", id="1", text="abcde")
+        run = worker.hear()
+        worker.say(link.Done(run.batch, 5, 12, [link.Outcome(run.items[0].rid, embedding=link.pack_floats([2.0]))]))
+        assert client.ending("1")["type"] == "result"
+        status = client.status()
+        assert (status["counters"]["batch_tokens"], status["counters"]["padding_tokens"]) == (5, 7)
+        (batch,) = status["batches"]
+        assert (batch["input_tokens"], batch["computed_tokens"]) == (5, 12)

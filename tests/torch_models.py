@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from headway.scheduler.link import Failed, Item, Row, Step, pack_ids
+from headway.scheduler.link import Done, Failed, Item, Row, Step, pack_ids
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.generate.engine import GenerateEngine
@@ -79,6 +79,43 @@ def model(name: str, **changes: Any) -> Any:
         if parameter.ndim > 1:
             parameter.data.mul_(8)
     return made
+
+
+ENCODER: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 60,
+}
+
+
+def encoder(family: str = "Bert", head: str = "Model", **changes: Any) -> Any:
+    """A new tiny encoder, or with `head` a classifier; the same one each time."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    kind = getattr(transformers, f"{family}Config")
+    made = getattr(transformers, f"{family}{head}")(kind(**ENCODER | changes)).eval()
+    for name, parameter in made.named_parameters():
+        if parameter.ndim > 1 and head != "Model":  # large enough for varied answers, and alike in no two texts
+            parameter.data.mul_(4 if "score" in name or "classifier" in name else 2)
+    return made
+
+
+def texts(count: int = 11, seed: int = 0, longest: int = 60) -> list[list[int]]:
+    """Token ids of mixed lengths."""
+    rng = random.Random(seed)
+    return [[rng.randrange(1, VOCAB) for _ in range(rng.randint(1, longest))] for _ in range(count)]
+
+
+def outcomes(subject: Any, wanted: Sequence[Item]) -> list[Any]:
+    """What a one-shot engine makes of one batch, in its order."""
+    subject.add(1, wanted)
+    (done,) = subject.step()
+    assert isinstance(done, Done), done
+    assert [outcome.rid for outcome in done.outcomes] == [item.rid for item in wanted]
+    return done.outcomes
 
 
 def loaded(made: Any, **changes: Any) -> Loaded:

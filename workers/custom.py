@@ -30,7 +30,7 @@ import msgspec
 
 from headway.scheduler.imports import ImportPathError, load_path
 from headway.scheduler.link import Card, Item, Outcome
-from headway.scheduler.spec import ModelSpec
+from headway.scheduler.spec import ENGINES, ModelSpec
 from headway.scheduler.values import plain
 from headway.scheduler.wire import INPUT_IDS_MAX
 from headway.workers.engine import Engine
@@ -76,7 +76,7 @@ def load_custom(path: str, spec: ModelSpec) -> Engine:
 def _found(path: str) -> Any:
     module_name, _, attribute = path.partition(":")
     if not module_name or not attribute:
-        raise CannotLoad(f"{path!r} is no engine; use generate, embed, echo, or a path like package.module:attribute")
+        raise CannotLoad(f"{path!r} is no engine; use {', '.join(ENGINES)}, or a path like package.module:attribute")
     try:
         return load_path(path)
     except ImportPathError as error:

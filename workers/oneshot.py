@@ -37,6 +37,15 @@ def code_of(error: BaseException) -> str:
     return "engine_error"
 
 
+def device_lost(error: BaseException) -> bool:
+    """Whether the device can compute nothing more for this process (a CUDA assertion, an ECC fault): only a new process
+    helps, and whoever is asked next would fail for nothing."""
+    said = type(error).__name__ == "AcceleratorError" or (
+        isinstance(error, RuntimeError) and "CUDA error" in str(error)
+    )
+    return said and code_of(error) == "engine_error"
+
+
 def text_of(error: BaseException) -> str:
     """`error` in one line for a client: its type and what it says."""
     said = error.message if isinstance(error, HeadwayError) else f"{type(error).__name__}: {error}"
@@ -56,8 +65,9 @@ class OneShot:
     """An engine that runs one queued batch in each step.
 
     `run(items)` returns one Outcome (or an exception, for that request only) for each item, in order. If it raises, the
-    whole batch has failed and the scheduler finds the culprit. `tokens(items)` is what a batch computes, padding
-    included, for the cost model; by default the input tokens.
+    whole batch has failed and the scheduler finds the culprit; one that means that the device is lost goes through, and
+    ends the worker. `tokens(items)`, asked after `run(items)`, is what it computed, padding included, for the cost
+    model; by default the input tokens.
     """
 
     def __init__(
@@ -122,6 +132,8 @@ class OneShot:
             outcomes = _matched(items, results)
             tokens = self._tokens(items)
         except Exception as error:
+            if device_lost(error):
+                raise
             return Failed(batch, code_of(error), text_of(error), compute_ns=now_ns() - began_ns)
         return Done(batch, spent_ns, tokens, outcomes + gone if gone else outcomes)
 

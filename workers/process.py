@@ -49,6 +49,8 @@ EXIT_TOLD_TWICE = 5  # a second signal: at once, whatever runs
 _MODULES = {
     "generate": "headway.workers.generate",
     "embed": "headway.workers.embed",
+    "classify": "headway.workers.classify",
+    "score": "headway.workers.classify",
     "echo": "headway.workers.echo",
 }
 
