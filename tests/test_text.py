@@ -206,9 +206,9 @@ def _wordpiece() -> Tokenizer:
 
 def test_a_pair_is_cut_where_its_second_segment_begins() -> None:
     plane = _json(_wordpiece())
-    assert plane.encode_pair("a b", "b") == ([1, 3, 4, 2], [4, 2])
-    assert plane.encode_pair("a", "") == ([1, 3, 2], [2])
-    assert BYTES.encode_pair("a", "b") == ([97], [98])
+    assert plane.encode_pair("a b", "b")[:2] == ([1, 3, 4, 2], [4, 2])
+    assert plane.encode_pair("a", "")[:2] == ([1, 3, 2], [2])
+    assert BYTES.encode_pair("a", "b")[:2] == ([97], [98])
 
 
 def test_threads_may_share_a_plane() -> None:
