@@ -3,7 +3,9 @@
 The core fills these from its own books before it asks. A policy of your own is any callable of the same shape.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import inf
 from typing import NamedTuple, Protocol
 
 from headway.policies.intervals import Intervals
@@ -106,7 +108,11 @@ class Arrival(Protocol):
 
 
 class DoorView(Protocol):
-    """What waits already, and how fast it goes. `workers`: how many serve it; `max_batch`: the largest of theirs."""
+    """What waits already, and how fast it goes. `workers`: how many serve it; `max_batch`: the largest of theirs.
+
+    Of iteration-level engines also: `rows_max`, the requests that may run at once (0 for others), how many run, how
+    many tokens an answer has on average, and how many three of four answers have at least (0 while unknown).
+    """
 
     @property
     def waiting(self) -> int: ...
@@ -123,13 +129,26 @@ class DoorView(Protocol):
     @property
     def cost(self) -> Cost: ...
 
+    @property
+    def rows_max(self) -> int: ...
+
+    @property
+    def running(self) -> int: ...
+
+    @property
+    def answer_mean(self) -> float: ...
+
+    @property
+    def answer_least(self) -> float: ...
+
 
 class Refusal(NamedTuple):
-    """Not admitted: an error code, a sentence, and when trying again makes sense."""
+    """Not admitted: an error code, a sentence, when trying again makes sense, and in one word why, to be counted."""
 
     code: str
     message: str
     retry_after_ms: int | None = None
+    reason: str = "policy"
 
 
 class Admit(Protocol):
@@ -153,24 +172,66 @@ class Seat(NamedTuple):
     last_used: int  # a counter: lower was used longer ago
 
 
-class Place(Protocol):
-    """Where? Returns the index of the chosen seat; `seats` is never empty."""
+class Placed(NamedTuple):
+    """The chosen seat by its place in the list, and why it is this one."""
 
-    def __call__(self, seats: list[Seat], cost: Cost) -> int: ...
+    seat: int
+    reason: str
+
+
+class Place(Protocol):
+    """Where? `seats` is never empty."""
+
+    def __call__(self, seats: list[Seat], cost: Cost) -> Placed: ...
+
+
+class BatchView(NamedTuple):
+    """A one-shot batch about to be closed. `most`: what the worker takes; `turnaround_ns`: what a batch costs beyond
+    its computing; `arrivals_per_ns`: the rate of the lane, 0 while unknown."""
+
+    waiting: int
+    mean_tokens: float
+    most: int
+    workers: int
+    arrivals_per_ns: float
+    turnaround_ns: float
+    cost: Cost
+
+
+class Size(Protocol):
+    """How many? At least 1, and no more than `most` or `waiting`."""
+
+    def __call__(self, view: BatchView) -> int: ...
+
+
+BYPASS_AUTO = -1  # bypass_tokens: where batching stops to pay, by the learned cost
+BYPASS_TOKENS = 1024  # and while that is not known
+BYPASS_TIMES = 4.0  # an input whose own time is 4 times the fixed cost of a batch gains under a fifth by company
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One answer to each of the four questions, and where the long lane begins."""
+    """One answer to each of the five questions, and the limits that are numbers."""
 
     admit: Admit
     order: Order
     window_of: WindowOf
     place: Place
-    bypass_tokens: int = 1024
+    size: Size
+    bypass_tokens: int = BYPASS_TOKENS
+    batch_tokens_max: int = 0  # input tokens of one batch, padding included; 0: no limit
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     long_concurrency: int = 0  # 0: half of the workers, at least one
     in_flight_fraction: float = 0.7
     poison_after: int = 2
+
+    def bypass(self, cost: Cost) -> float:
+        """Inputs longer than this go in the long lane."""
+        if self.bypass_tokens != BYPASS_AUTO:
+            return self.bypass_tokens
+        if not cost.known:
+            return BYPASS_TOKENS
+        return BYPASS_TIMES * cost.a_ns / cost.b_ns if cost.b_ns > 0 else inf
 
     def in_flight_max(self, max_num_seqs: int) -> int:
         """How many of the requests that a generating worker could hold it gets, and clients are told to keep to."""

@@ -4,7 +4,8 @@ from msgspec import Struct
 
 
 class Dispatch(Struct, frozen=True, gc=False):
-    """Send these requests to the worker as one batch. `reason`: why now; `waited_ns`: how long the oldest waited."""
+    """Send these requests to the worker as one batch. `reason`: why now; `placed`: why there; `waited_ns`: how long the
+    oldest of the lane waited."""
 
     worker: int
     batch: int
@@ -13,6 +14,7 @@ class Dispatch(Struct, frozen=True, gc=False):
     kind: str
     lane: str
     reason: str
+    placed: str
     waited_ns: int
     running: int  # requests on the worker, these included
 
@@ -31,13 +33,25 @@ class Drop(Struct, frozen=True, gc=False):
     rids: tuple[int, ...]
 
 
+class Hold(Struct, frozen=True, gc=False):
+    """Nothing to be done: the first of a lane is not running, for a reason, until this time (None: until something
+    happens). Said when the waiting begins and when its reason changes."""
+
+    model: str
+    kind: str
+    lane: str
+    reason: str
+    until_ns: int | None
+
+
 class Refuse(Struct, frozen=True, gc=False):
-    """The request was not taken in. Its one ending."""
+    """The request was not taken in, for the reason. Its one ending."""
 
     rid: int
     code: str
     message: str
     retry_after_ms: int | None = None
+    reason: str = ""
 
 
 class End(Struct, frozen=True, gc=False):
@@ -62,4 +76,4 @@ class Drained(Struct, frozen=True, gc=False):
     """Draining, and nothing is left to do."""
 
 
-Action = Dispatch | Forward | Drop | Refuse | End | Restart | Drained
+Action = Dispatch | Hold | Forward | Drop | Refuse | End | Restart | Drained

@@ -1,5 +1,6 @@
 """Do the books add up? O(everything): after each step in tests."""
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ def _requests(core: "Core") -> None:
         for lane in service.lanes:
             tokens = sum(request.tokens for request in lane.waiting.values())
             assert lane.tokens == tokens, f"{lane!r} counts {lane.tokens} tokens, has {tokens}"
+        whose = Counter(request.tenant for lane in service.lanes for request in lane.waiting.values())
+        counted = {name: tenant.waiting for name, tenant in service.shares.tenants.items() if tenant.waiting}
+        assert counted == dict(whose), f"{service!r} counts {counted} waiting, has {dict(whose)}"
 
 
 def _seats(core: "Core") -> None:
@@ -40,8 +44,12 @@ def _seats(core: "Core") -> None:
             count = sum(len(batch.rids) for batch in worker.batches.values())
             assert worker.running == count, f"worker {worker.worker} counts {worker.running} running, has {count}"
             assert all(batch.rids for batch in worker.batches.values()), f"worker {worker.worker} has an empty batch"
+            held = sum(kv for batch in worker.batches.values() for kv in batch.rids.values())
+            assert worker.kv_held == held, f"worker {worker.worker} holds {worker.kv_held} of its cache, owes {held}"
             seats.update((batch.batch, rid) for batch in worker.batches.values() for rid in batch.rids)
             long += sum(batch.long for batch in worker.batches.values())
+        running = sum(worker.running for worker in service.fleet.workers.values())
+        assert service.fleet.running == running, f"{service!r} counts {service.fleet.running} running, has {running}"
         assert service.fleet.long_running == long, f"{service!r} counts {service.fleet.long_running} long, has {long}"
     for request in core.book.running.values():
         assert (request.batch, request.rid) in seats, f"request {request.rid} runs on no worker"

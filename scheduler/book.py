@@ -17,6 +17,9 @@ DEAD_MIN = 64  # dead heap entries that are not worth a rebuild
 class Request(Struct, gc=False, eq=False):
     """The core's side of one request. `key`: due time; `order` breaks ties; `batch`: 0 unless running.
 
+    `bucket`: its length class where batches are padded, else 0. `kv`: cache tokens it is expected to need. `charged`:
+    tokens its tenant was charged for this run; `new`: tokens it has generated.
+
     `seq` counts its stays in the queue, so that what an earlier stay left behind in a heap is known as dead.
 
     `suspect`: it was running when its worker or batch died, so it runs on trial, alone, until it has shown otherwise.
@@ -31,6 +34,11 @@ class Request(Struct, gc=False, eq=False):
     arrived_ns: int
     key: int
     order: int
+    tenant: str = ""
+    bucket: int = 0
+    kv: int = 0
+    charged: int = 0
+    new: int = 0
     state: str = "waiting"
     batch: int = 0
     seq: int = 0

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from headway.policies.admit import bounded
 from headway.policies.order import due_time
 from headway.policies.place import least_loaded
-from headway.policies.views import Policies
+from headway.policies.size import by_cost, largest
+from headway.policies.views import BYPASS_AUTO, Policies
 from headway.scheduler.spec import ModelSpec, PolicySpec
 from headway.scheduler.windows import window_of
 
@@ -17,7 +18,10 @@ def policies_of(spec: PolicySpec, models: Sequence[ModelSpec] = ()) -> Policies:
         order=due_time,
         window_of=window_of(spec, models),
         place=least_loaded,
-        bypass_tokens=spec.bypass_tokens,
+        size=by_cost if spec.batch_size == "cost" else largest,
+        bypass_tokens=BYPASS_AUTO if spec.bypass_tokens == "auto" else spec.bypass_tokens,
+        batch_tokens_max=spec.batch_tokens_max,
+        tenant_weights=spec.tenant_weights,
         long_concurrency=spec.long_concurrency,
         in_flight_fraction=spec.in_flight_fraction,
         poison_after=spec.poison_after,

@@ -15,14 +15,15 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from headway.policies.views import Arrival, Policies, Refusal
+from headway.policies.views import Arrival, Policies, Refusal, Wait
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
 from headway.scheduler.audit import audit
 from headway.scheduler.book import NEVER_NS, Book, Request
 from headway.scheduler.fleet import Batch, Worker
 from headway.scheduler.queue import Lane
-from headway.scheduler.service import Service
+from headway.scheduler.roster import Roster
+from headway.scheduler.service import Choice, Service
 
 STOPPED = "the server stopped before the request was done"
 LOSSES_IN_COMPANY = 2  # times poison_after: so often may a worker be lost under a request that was not alone
@@ -40,9 +41,7 @@ class Core:
         self.book = Book()
         self.counters: Counter[str] = Counter()
         self.draining_until_ns: int | None = None
-        self._lost_after_ns = lost_after_ns
-        self._stuck_after_ns = stuck_after_ns
-        self._worker_of: dict[int, tuple[Service, Worker]] = {}
+        self.roster = Roster(lost_after_ns, stuck_after_ns)
         self._now_ns = 0
         self._order = 0
         self._batches = 0
@@ -67,7 +66,7 @@ class Core:
 
     def __repr__(self) -> str:
         running = len(self.book.running)
-        return f"<Core {len(self.book) - running} waiting, {running} running, {len(self._worker_of)} workers>"
+        return f"<Core {len(self.book) - running} waiting, {running} running, {len(self.roster)} workers>"
 
     # ------------------------------------------------------------ the one method and the one number
 
@@ -88,13 +87,9 @@ class Core:
     @property
     def wakeup_ns(self) -> int:
         """When `step(Tick(), ...)` is due if nothing happens before; NEVER_NS if nothing is pending."""
-        at = self.book.deadline_ns
+        at = min(self.book.deadline_ns, self.roster.wakeup_ns)
         for service in self.services.values():
             at = min(at, service.wakeup_ns)
-        for _, worker in self._worker_of.values():
-            at = min(at, worker.seen_ns + self._lost_after_ns)
-            if worker.running:
-                at = min(at, worker.progress_ns + self._stuck_after_ns)
         if self.draining_until_ns is not None and not self._drained:
             at = min(at, self.draining_until_ns)
         return at
@@ -107,29 +102,21 @@ class Core:
         refusal = self._refusal(service, event, now_ns)
         if refusal is not None:
             self.counters[f"refused.{refusal.code}"] += 1
-            self._out.append(act.Refuse(event.rid, refusal.code, refusal.message, refusal.retry_after_ms))
+            self.counters[f"refusal.{refusal.reason}"] += 1
+            self._out.append(act.Refuse(event.rid, *refusal))
             return
         self._order += 1
-        request = Request(
-            rid=event.rid,
-            client=event.client,
-            service=service,
-            long=event.tokens > self.policies.bypass_tokens,
-            tokens=event.tokens,
-            deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
-            arrived_ns=now_ns,
-            key=self.policies.order(event, now_ns),
-            order=self._order,
-        )
+        request = service.request(event, self._order, self.policies, now_ns)
         self.book.enter(request)
         service.lane(request).arrive(request, now_ns)
 
     def _refusal(self, service: Service, arrival: Arrival, now_ns: int) -> Refusal | None:
         if self.draining_until_ns is not None:
-            return Refusal("shutting_down", "the server is draining and takes no new work", 1000)
+            return Refusal("shutting_down", "the server is draining and takes no new work", 1000, "draining")
         if service.down or now_ns >= service.abandoned_ns:
             why = service.down or "its workers are gone"
-            return Refusal("no_worker", f"no worker serves {service.kind} for model {service.model!r}: {why}", 1000)
+            text = f"no worker serves {service.kind} for model {service.model!r}: {why}"
+            return Refusal("no_worker", text, 1000, "no_worker")
         return self.policies.admit(arrival, service, now_ns)
 
     def _cancel(self, event: ev.Cancel, now_ns: int) -> None:
@@ -166,16 +153,13 @@ class Core:
             kv_total=event.kv_tokens,
         )
         self.counters["workers_joined"] += 1
-        service.join(worker, event.prior_ns)
-        self._worker_of[event.worker] = (service, worker)
+        service.join(worker, event.prior_ns, padded=event.padded)
+        self.roster.enter(service, worker)
 
     def _seen(self, worker_id: int, now_ns: int) -> tuple[Service, Worker] | None:
         """The worker of a report, marked as alive; None (and counted) if it is not one of ours any more."""
-        found = self._worker_of.get(worker_id)
-        if found is None:
-            self.counters["late_reports"] += 1
-            return None
-        found[1].seen_ns = now_ns
+        found = self.roster.seen(worker_id, now_ns)
+        self.counters["late_reports"] += found is None
         return found
 
     def _beat(self, event: ev.Beat, now_ns: int) -> None:
@@ -191,7 +175,9 @@ class Core:
         service, worker, batch = current
         worker.failures = 0
         tokens = batch.tokens if service.kind == "call" else event.tokens  # a call's size is in its caller's measure
-        service.observe(batch, tokens, event.compute_ns)
+        service.batch_done(batch, tokens, event.compute_ns, now_ns)
+        self.counters["tokens.input"] += batch.tokens
+        self.counters["tokens.computed"] += tokens
         bad = {rid: (code, message) for rid, code, message in event.failed}
         for rid in service.fleet.clear(worker, batch):
             request = self.book.current(rid, batch.batch)
@@ -245,6 +231,7 @@ class Core:
             self._row(request, row, worker)
 
     def _row(self, request: Request, row: ev.RowDone, worker: Worker) -> None:
+        request.new += row.new
         if row.new and request.suspect:  # it has shown itself harmless
             request.suspect = False
             if worker.trial == request.rid:
@@ -255,7 +242,7 @@ class Core:
             self._end(request, "fail", row.code or "internal", row.message or f"the engine ended it: {row.finish}")
 
     def _worker_lost(self, event: ev.WorkerLost, now_ns: int) -> None:
-        found = self._worker_of.pop(event.worker, None)
+        found = self.roster.strike(event.worker)
         if found is None:
             self.counters["late_reports"] += 1
             return
@@ -312,15 +299,9 @@ class Core:
                     self._end(late, "expire", "deadline_exceeded", "deadline_ms passed while the request waited")
             if service.waiting and now_ns >= service.abandoned_ns:
                 self._abandon(service)
-        for _, worker in list(self._worker_of.values()):
-            if now_ns >= worker.seen_ns + self._lost_after_ns:
-                self._give_up(worker, f"silent for {self._lost_after_ns // 1_000_000} ms", now_ns)
-            elif worker.running and now_ns >= worker.progress_ns + self._stuck_after_ns:
-                self._give_up(worker, f"no progress for {self._stuck_after_ns // 1_000_000} ms", now_ns)
-
-    def _give_up(self, worker: Worker, reason: str, now_ns: int) -> None:
-        self._out.append(act.Restart(worker.worker, reason))
-        self._worker_lost(ev.WorkerLost(worker.worker, reason), now_ns)
+        for number, reason in self.roster.overdue(now_ns):
+            self._out.append(act.Restart(number, reason))
+            self._worker_lost(ev.WorkerLost(number, reason), now_ns)
 
     def _abandon(self, service: Service) -> None:
         why = service.down or "no worker has come"
@@ -341,32 +322,50 @@ class Core:
     # ------------------------------------------------------------ deciding
 
     def _decide(self, now_ns: int) -> None:
-        """While a worker is free and a lane may launch: close a batch and dispatch it."""
+        """While a worker is free and a lane may launch: close a batch and dispatch it. Then say why the rest waits."""
         for service in self.services.values():
             if not service.waiting:
                 continue
-            service.short.decision = None
+            service.short.decision = service.long.decision = None
             while (free := service.fleet.free) and (choice := service.choose(free, self.policies, now_ns)):
-                lane, reason = choice
-                seats = service.fleet.seats(free)
-                self._dispatch(service, free[self.policies.place(seats, service.cost)], lane, reason, now_ns)
+                self._dispatch(service, choice, now_ns)
+            for lane in service.lanes:
+                if lane.waiting:
+                    self._hold(service, lane, service.held(lane, free=bool(free)))
 
-    def _dispatch(self, service: Service, worker: Worker, lane: Lane, reason: str, now_ns: int) -> None:
+    def _hold(self, service: Service, lane: Lane, reason: str) -> None:
+        """Say once why a lane waits: when it begins to, and when the reason is another."""
+        if reason != lane.held:
+            lane.held = reason
+            self.counters[f"held.{reason}"] += 1
+            until_ns = lane.decision.until_ns if type(lane.decision) is Wait else NEVER_NS
+            until = None if until_ns == NEVER_NS else until_ns
+            self._out.append(act.Hold(service.model, service.kind, lane.name, reason, until))
+
+    def _dispatch(self, service: Service, choice: Choice, now_ns: int) -> None:
+        lane, reason, takers = choice
+        lane.held = ""
+        placed = self.policies.place(service.fleet.seats(takers), service.cost)
+        worker = takers[placed.seat]
         oldest_ns = lane.oldest_arrival_ns()
-        taken = lane.take(service.batch_size(lane, worker))
+        most = service.batch_size(lane, worker, self.policies)
+        taken = lane.take(most, self.policies.batch_tokens_max, worker)
         self._batches += 1
-        rids = tuple([request.rid for request in taken])
+        tokens, seats = 0, dict[int, int]()
         for request in taken:
             self.book.run(request, self._batches)
+            seats[request.rid] = request.kv
+            tokens += request.tokens
         if taken[0].suspect:
             reason = "on_trial"
         if not worker.running:
             worker.progress_ns = now_ns
-        tokens = sum([request.tokens for request in taken])
-        batch = Batch(self._batches, dict.fromkeys(rids), tokens, len(taken) * taken[0].long)
+        rids = tuple(seats)
+        batch = Batch(self._batches, seats, tokens, len(taken) * taken[0].long, now_ns)
         service.fleet.start(worker, batch, taken[0].rid if taken[0].suspect else 0)
         self.counters["batches"] += 1
         self.counters[f"launched.{reason}"] += 1
+        self.counters[f"placed.{placed.reason}"] += 1
         self._out.append(
             act.Dispatch(
                 worker.worker,
@@ -376,6 +375,7 @@ class Core:
                 service.kind,
                 lane.name,
                 reason,
+                placed.reason,
                 now_ns - oldest_ns,
                 worker.running,
             )
@@ -387,7 +387,7 @@ class Core:
         service = self.services.get((model, kind))
         if service is None:
             window = self.policies.window_of(model, kind)
-            service = self.services[(model, kind)] = Service(model, kind, window, now_ns)
+            service = self.services[(model, kind)] = Service(model, kind, window, self.policies, now_ns)
         return service
 
     def _current_batch(self, worker_id: int, batch_id: int, now_ns: int) -> tuple[Service, Worker, Batch] | None:
@@ -412,6 +412,7 @@ class Core:
                 self._out.append(act.Drop(worker.worker, request.batch, (request.rid,)))
 
     def _requeue(self, request: Request, *, suspect: bool = True) -> None:
+        request.service.returned(request)
         self.book.requeue(request)
         request.suspect = suspect or request.suspect
         self.counters["requeued"] += 1
@@ -428,6 +429,8 @@ class Core:
         retry_after_ms: int | None = None,
     ) -> None:
         """The one ending of a request that is in no lane any more."""
+        if request.batch:
+            request.service.ended(request)
         self.book.end(request, event)
         self.counters[f"ended.{code}" if code else "ended.ok"] += 1
         self._out.append(act.End(request.rid, request.batch, code, message, finish, retry_after_ms))

@@ -12,17 +12,18 @@ from headway.scheduler.lifecycle import WORKER_MOVES, move
 
 
 class Batch(Struct, eq=False):
-    """A batch in flight. `rids`: who still has a seat in it."""
+    """A batch in flight. `rids`: who still has a seat in it, and how much of the cache is held for each."""
 
     batch: int
-    rids: dict[int, None]
+    rids: dict[int, int]
     tokens: int
     long: int  # how many long inputs in it have not shown a first result
+    at_ns: int = 0
 
 
 class Worker(Struct, eq=False):
     """A registered worker process. `cap`: most requests on it at once; `trial`: the suspect running there, or 0;
-    `kv_used` of `kv_total` tokens of its cache were taken after its last step."""
+    `kv_used` of `kv_total` tokens of its cache were taken after its last step; `kv_held`: what those on it may need."""
 
     worker: int
     name: str
@@ -40,6 +41,7 @@ class Worker(Struct, eq=False):
     running: int = 0
     kv_used: int = 0
     kv_total: int = 0
+    kv_held: int = 0
 
     @property
     def room(self) -> int:
@@ -50,6 +52,10 @@ class Worker(Struct, eq=False):
             return 0 if self.batches else self.max_batch
         return min(self.max_batch, self.cap - self.running)
 
+    def fits(self, kv: int) -> bool:
+        """Whether its cache has room for so many tokens. An empty one takes anybody: its engine has the last word."""
+        return not self.kv_total or not self.running or kv <= self.kv_total - max(self.kv_used, self.kv_held)
+
     def moved(self, event: str) -> None:
         """Follow the lifecycle table."""
         self.state = move(self.state, event, WORKER_MOVES)
@@ -58,12 +64,14 @@ class Worker(Struct, eq=False):
 class Fleet:
     """The workers of one service."""
 
-    __slots__ = ("_uses", "long_running", "max_batch", "workers")
+    __slots__ = ("_uses", "long_running", "max_batch", "rows_max", "running", "workers")
 
     def __init__(self) -> None:
         self.workers: dict[int, Worker] = {}
         self.long_running = 0
         self.max_batch = 1  # the largest batch that any worker here takes
+        self.rows_max = 0  # requests that may run at once on iteration-level workers
+        self.running = 0
         self._uses = 0
 
     def __repr__(self) -> str:
@@ -77,12 +85,16 @@ class Fleet:
     def join(self, worker: Worker) -> None:
         """A worker is here."""
         self.workers[worker.worker] = worker
-        self.max_batch = max(one.max_batch for one in self.workers.values())
+        self._resize()
 
     def part(self, worker: Worker) -> None:
         """A worker is gone."""
         del self.workers[worker.worker]
+        self._resize()
+
+    def _resize(self) -> None:
         self.max_batch = max((one.max_batch for one in self.workers.values()), default=1)
+        self.rows_max = sum(one.cap for one in self.workers.values() if one.iteration)
 
     @staticmethod
     def seats(workers: list[Worker]) -> list[Seat]:
@@ -93,6 +105,8 @@ class Fleet:
         """The batch is now in flight on the worker."""
         worker.batches[batch.batch] = batch
         worker.running += len(batch.rids)
+        self.running += len(batch.rids)
+        worker.kv_held += sum(batch.rids.values())
         worker.trial = suspect
         self.long_running += batch.long
         self._uses += 1
@@ -107,8 +121,10 @@ class Fleet:
         """The worker is done with this request of the batch. Whether it had a seat there."""
         if rid not in batch.rids:
             return False
-        del batch.rids[rid]
+        kv = batch.rids.pop(rid)
         worker.running -= 1
+        self.running -= 1
+        worker.kv_held -= kv
         if worker.trial == rid:
             worker.trial = 0
         if batch.long:
@@ -122,6 +138,8 @@ class Fleet:
         """The whole batch has left the worker. Who had a seat in it."""
         rids = list(batch.rids)
         worker.running -= len(rids)
+        self.running -= len(rids)
+        worker.kv_held -= sum(batch.rids.values())
         if worker.trial in batch.rids:
             worker.trial = 0
         self.long_running -= batch.long

@@ -72,12 +72,12 @@ class HeldWindow:
             return f"Wait.until_ns is {answer.until_ns!r}; it is an int, nanoseconds"
         if answer.until_ns <= now_ns:
             return f"Wait.until_ns is {now_ns - answer.until_ns} ns in the past; it lies after now_ns"
-        return ""
+        return "" if answer.reason in self._reasons else self._wrong_reason(answer.reason)
 
     def _wrong_reason(self, reason: object) -> str:
         """A reason that is new: it becomes a counter's name, so there may not be any number of them."""
         if type(reason) is not str or not 0 < len(reason) <= REASON_CHARS_MAX:
-            return f"Launch.reason is no text of 1 to {REASON_CHARS_MAX} characters"
+            return f"its reason is no text of 1 to {REASON_CHARS_MAX} characters"
         if len(self._reasons) >= REASONS_MAX:
             return f"it gave more than {REASONS_MAX} different reasons; a reason is a fixed word, without numbers"
         self._reasons.add(reason)

@@ -1,23 +1,27 @@
-"""Who waits: one lane for each model, kind and length class, and in it a heap by due time.
+"""Who waits: one lane for each model, kind and side of bypass_tokens; who is next in it is a matter of turns.py.
 
 A request is in exactly one place: waiting here, running in the fleet, or ended. No operation depends on the length of
 the queue by more than a logarithm.
 """
 
+from headway.policies.fair import Shares, Tenant
 from headway.policies.intervals import Intervals
 from headway.policies.views import Launch, Wait
 from headway.scheduler.book import NEVER_NS, DueHeap, Request
+from headway.scheduler.fleet import Worker
+from headway.scheduler.turns import Turns
 
 
 class Lane:
-    """The waiting requests of one service and length class."""
+    """The waiting requests of one service, short or long. `held`: why its first is not running yet, as last told."""
 
     __slots__ = (
         "_by_arrival",
         "_by_deadline",
-        "_by_due",
+        "_turns",
         "arrivals_sum_ns",
         "decision",
+        "held",
         "intervals",
         "last_arrival_ns",
         "name",
@@ -25,7 +29,7 @@ class Lane:
         "waiting",
     )
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, shares: Shares) -> None:
         self.name = name
         self.waiting: dict[int, Request] = {}
         self.tokens = 0
@@ -33,7 +37,8 @@ class Lane:
         self.intervals = Intervals()
         self.last_arrival_ns = 0
         self.decision: Launch | Wait | None = None  # the last answer of the window, for people and for the wake-up
-        self._by_due = DueHeap(self.waiting)
+        self.held = ""
+        self._turns = Turns(shares, self.waiting)
         self._by_deadline = DueHeap(self.waiting)
         self._by_arrival = DueHeap(self.waiting)
 
@@ -57,28 +62,41 @@ class Lane:
         self.waiting[request.rid] = request
         self.tokens += request.tokens
         self.arrivals_sum_ns += request.arrived_ns
-        self._by_due.push(request.key, request)
+        self._turns.push(request)
         self._by_arrival.push(request.arrived_ns, request)
         if request.deadline_ns < NEVER_NS:
             self._by_deadline.push(request.deadline_ns, request)
 
-    def leave(self, request: Request) -> None:
-        """The request is no longer waiting."""
+    def leave(self, request: Request) -> Tenant:
+        """The request is no longer waiting. Whose it was."""
         del self.waiting[request.rid]
         self.tokens -= request.tokens
         self.arrivals_sum_ns -= request.arrived_ns
+        return self._turns.leave(request)
 
     def first(self) -> Request | None:
-        """Who is due first."""
-        return self._by_due.peek()
+        """Who is next."""
+        return self._turns.first()
 
-    def take(self, most: int) -> list[Request]:
-        """The next batch: up to `most` in due order. A suspect is taken alone; nobody is taken along with one."""
+    def take(self, most: int, tokens_max: int, worker: Worker) -> list[Request]:
+        """The next batch: up to `most`, of up to `tokens_max` tokens with padding (0: no limit) unless the first alone
+        has more, for whom the worker's cache has room. A suspect is taken alone; nobody is taken along with one."""
         taken: list[Request] = []
-        while len(taken) < most and (request := self._by_due.peek()) is not None:
-            if request.suspect and taken:
+        longest = tokens = kv = 0
+        first = None
+        while len(taken) < most and (request := self._turns.next(first)) is not None:
+            kv += request.kv
+            tokens += request.tokens
+            if first is None:
+                first = request
+            elif request.suspect or (kv and not worker.fits(kv)):
                 break
-            self.leave(request)
+            if tokens_max:
+                longest = max(longest, request.tokens)
+                whole = longest * (len(taken) + 1) if first.bucket else tokens
+                if whole > tokens_max and taken:
+                    break
+            self.leave(request).charge(request.charged)
             taken.append(request)
             if request.suspect:
                 break

@@ -3,12 +3,16 @@
 from typing import TYPE_CHECKING, Any
 
 from headway import __version__
-from headway.policies.views import Wait
+from headway.policies.views import Cost, Wait
 from headway.policies.windows.p95 import MULTIPLIER
 from headway.scheduler import clock, wire
+from headway.scheduler.book import NEVER_NS
 from headway.scheduler.queue import Lane
 from headway.scheduler.routes import Route
 from headway.scheduler.service import Service
+
+BYPASS_NEVER = (1 << 31) - 1  # what `info` says where batching pays at any length
+
 
 if TYPE_CHECKING:
     from headway.scheduler.runtime import Runtime
@@ -26,6 +30,12 @@ def concurrency(runtime: "Runtime", route: Route) -> int:
     return sum(runtime.core.policies.in_flight_max(card.max_num_seqs) for card in route.workers.values())
 
 
+def bypass_tokens(runtime: "Runtime", model: str, kind: str) -> int:
+    """Where the long lane begins now; BYPASS_NEVER if it never does."""
+    service = runtime.core.services.get((model, kind))
+    return int(min(BYPASS_NEVER, runtime.core.policies.bypass(service.cost if service else Cost())))
+
+
 def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
     """What is served here."""
     models = [
@@ -37,7 +47,7 @@ def info(runtime: "Runtime", request_id: str | None) -> wire.InfoReply:
             max_batch=route.card.max_batch,
             max_input_tokens=route.card.max_input_tokens,
             context_tokens=route.card.context_tokens,
-            bypass_tokens=runtime.spec.policy.bypass_tokens,
+            bypass_tokens=bypass_tokens(runtime, name, kind),
             tokenizer=route.codec is not None,
             facts=route.card.facts,
             window=_window_of(runtime.core.services.get((name, kind))),
@@ -128,7 +138,9 @@ def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
     }
     if lane.waiting:
         row["oldest_ms"] = _ms(now_ns - lane.oldest_arrival_ns())
-    if type(lane.decision) is Wait:
+    if lane.held:
+        row["held"] = lane.held
+    if type(lane.decision) is Wait and lane.decision.until_ns < NEVER_NS:
         row["waits_ms"] = _ms(lane.decision.until_ns - now_ns)
     if service.window.fault:
         row["window_fault"] = service.window.fault

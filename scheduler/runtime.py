@@ -390,6 +390,7 @@ def _nobody(message: wire.ServerMessage) -> None:
 _PERFORM: dict[type, Callable[[Runtime, Any, int], None]] = {
     act.Dispatch: Runtime._dispatch,
     act.Forward: Runtime._forward,
+    act.Hold: lambda _runtime, _action, _now_ns: None,  # for those who read the core's mind, not its hands
     act.Drop: Runtime._drop,
     act.Refuse: Runtime._refuse,
     act.End: Runtime._end,

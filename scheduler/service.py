@@ -4,8 +4,13 @@ Short and long inputs wait in lanes of their own. A long input goes alone and at
 own, so that it neither pads others nor takes every worker. Between lanes, whoever is due first goes first.
 """
 
-from headway.policies.views import Cost, LaneView, Launch, Policies, Wait, WindowChoice
+from typing import NamedTuple
+
+from headway.policies.fair import Shares
+from headway.policies.views import BatchView, Cost, LaneView, Launch, Policies, Wait, WindowChoice
+from headway.scheduler.answers import Answers
 from headway.scheduler.book import NEVER_NS, Request
+from headway.scheduler.events import Submit
 from headway.scheduler.fleet import Batch, Fleet, Worker
 from headway.scheduler.held import HeldWindow
 from headway.scheduler.latency import CostModel
@@ -13,22 +18,54 @@ from headway.scheduler.queue import Lane
 
 ORPHAN_NS = 10_000_000_000  # how long requests wait for a first or a new worker before they are told
 JOINS_RUNNING = Launch("joins_running")
+KV_MARGIN = 1.5  # cache held for an answer, in mean answers: one that grows longer may be preempted, and is not lost
+
+
+class Choice(NamedTuple):
+    """What to launch, why, and who can run it."""
+
+    lane: Lane
+    reason: str
+    takers: list[Worker]
+
+
+def _due(head: tuple[int, int, Lane, Request]) -> tuple[int, int]:
+    return head[0], head[1]
 
 
 class Service:
     """What the core keeps for one (model, kind). `abandoned_ns`: when whoever still waits for a worker is told."""
 
-    __slots__ = ("abandoned_ns", "down", "fleet", "kind", "lanes", "learned", "long", "model", "short", "window")
+    __slots__ = (
+        "abandoned_ns",
+        "answers",
+        "down",
+        "fleet",
+        "kind",
+        "lanes",
+        "learned",
+        "long",
+        "model",
+        "padded",
+        "shares",
+        "short",
+        "turnaround_ns",
+        "window",
+    )
 
-    def __init__(self, model: str, kind: str, window: WindowChoice, now_ns: int) -> None:
+    def __init__(self, model: str, kind: str, window: WindowChoice, policies: Policies, now_ns: int) -> None:
         self.model = model
         self.kind = kind
-        self.short = Lane("short")
-        self.long = Lane("long")
+        self.shares = Shares(policies.tenant_weights)
+        self.short = Lane("short", self.shares)
+        self.long = Lane("long", self.shares)
         self.lanes = (self.short, self.long)
         self.fleet = Fleet()
         self.learned = CostModel()
         self.window = HeldWindow(window)
+        self.answers = Answers()
+        self.turnaround_ns = 0.0
+        self.padded = False
         self.abandoned_ns = now_ns + ORPHAN_NS
         self.down = ""
 
@@ -60,12 +97,33 @@ class Service:
         """What a batch costs, as far as is known."""
         return self.learned.cost
 
+    @property
+    def rows_max(self) -> int:
+        """Requests that may run at once, on iteration-level workers; 0 where batches run as a whole."""
+        return self.fleet.rows_max
+
+    @property
+    def running(self) -> int:
+        """Requests that its workers have."""
+        return self.fleet.running
+
+    @property
+    def answer_mean(self) -> float:
+        """Tokens of an answer on average; 0 while unknown."""
+        return self.answers.mean
+
+    @property
+    def answer_least(self) -> float:
+        """Tokens that three of four answers have at least; 0 while unknown."""
+        return self.answers.least
+
     def lane(self, request: Request) -> Lane:
         """Where the request waits."""
         return self.long if request.long else self.short
 
-    def join(self, worker: Worker, prior_ns: tuple[float, ...]) -> None:
+    def join(self, worker: Worker, prior_ns: tuple[float, ...], *, padded: bool) -> None:
         """A worker is here."""
+        self.padded = self.padded or padded
         if not self.learned.seen and prior_ns:
             self.learned = CostModel(prior_ns)
         self.fleet.join(worker)
@@ -77,12 +135,6 @@ class Service:
         self.fleet.part(worker)
         if not self.fleet.workers:
             self.abandoned_ns = now_ns + ORPHAN_NS
-
-    def observe(self, batch: Batch, tokens: int, compute_ns: int) -> None:
-        """A one-shot batch ran to its end: the cost model learns from it, and the window if it is one that learns."""
-        self.learned.observe(len(batch.rids), tokens, compute_ns)
-        if not batch.long:
-            self.window.observe(len(batch.rids), compute_ns)
 
     @property
     def wakeup_ns(self) -> int:
@@ -96,31 +148,115 @@ class Service:
                 at = min(at, lane.decision.until_ns)
         return at
 
-    def batch_size(self, lane: Lane, worker: Worker) -> int:
+    def request(self, event: Submit, order: int, policies: Policies, now_ns: int) -> Request:
+        """An admitted request, with what has to be guessed about it: what of an answer its tenant is charged for ahead,
+        and how much cache it may need."""
+        tokens, new, kv = event.tokens, 0, 0
+        if self.fleet.rows_max:
+            mean = self.answers.mean
+            new = int(min(event.max_new, mean)) if mean else event.max_new
+            kv = tokens + (int(min(event.max_new, KV_MARGIN * mean)) if mean else event.max_new)
+        return Request(
+            rid=event.rid,
+            client=event.client,
+            service=self,
+            long=tokens > policies.bypass(self.cost),
+            tokens=tokens,
+            deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
+            arrived_ns=now_ns,
+            key=policies.order(event, now_ns),
+            order=order,
+            tenant=event.tenant,
+            bucket=tokens.bit_length() if self.padded else 0,
+            kv=kv,
+            charged=tokens + new,
+        )
+
+    def ended(self, request: Request) -> None:
+        """A request that ran has its ending: what its tenant was charged for and did not get is given back, and its
+        answer says something about answers."""
+        if request.charged and self.fleet.rows_max:
+            tenant = self.shares.tenants.get(request.tenant)
+            if tenant is not None:
+                tenant.correct(request.tokens + request.new - request.charged)
+            if request.new:
+                self.answers.observe(request.new)
+
+    def returned(self, request: Request) -> None:
+        """A request waits again through no fault of its tenant's: it is charged anew when it runs."""
+        tenant = self.shares.tenants.get(request.tenant)
+        if tenant is not None:
+            tenant.correct(-request.charged)
+
+    def batch_done(self, batch: Batch, tokens: int, compute_ns: int, now_ns: int) -> None:
+        """What a one-shot batch took, and what it took beyond computing."""
+        self.learned.observe(len(batch.rids), tokens, compute_ns)
+        if not batch.long:
+            self.window.observe(len(batch.rids), compute_ns)
+        beyond_ns = max(0, now_ns - batch.at_ns - compute_ns)
+        # quick to go down and slow to go up: a busy machine's hiccups are not what a batch costs
+        self.turnaround_ns += (0.2 if beyond_ns < self.turnaround_ns else 0.02) * (beyond_ns - self.turnaround_ns)
+
+    def batch_size(self, lane: Lane, worker: Worker, policies: Policies) -> int:
         """How many the worker takes from this lane in one batch."""
         if lane is self.long:
             return 1
-        most = lane.decision.most if type(lane.decision) is Launch else 0
-        return min(most, worker.room) if most else worker.room
+        most = worker.room
+        if type(lane.decision) is Launch and lane.decision.most:  # the window's own size
+            return min(most, lane.decision.most)
+        if worker.iteration or most == 1 or not self.cost.known:
+            return most
+        waiting, total_ns = len(lane.waiting), lane.intervals.total_ns
+        view = BatchView(
+            waiting=waiting,
+            mean_tokens=lane.tokens / waiting,
+            most=most,
+            workers=len(self.fleet.workers),
+            arrivals_per_ns=len(lane.intervals) / total_ns if total_ns else 0.0,
+            turnaround_ns=self.turnaround_ns,
+            cost=self.cost,
+        )
+        return max(1, min(most, policies.size(view)))
 
     def long_bound(self, policies: Policies) -> int:
         """How many long inputs may run at once."""
         return policies.long_concurrency or max(1, len(self.fleet.workers) // 2)
 
-    def choose(self, free: list[Worker], policies: Policies, now_ns: int) -> tuple[Lane, str] | None:
-        """The lane to launch from and why, or None if all wait. Lanes are asked in the order of who is due first."""
-        heads = [(first.key, index, lane) for index, lane in enumerate(self.lanes) if (first := lane.first())]
-        for _, _, lane in sorted(heads):
+    def choose(self, free: list[Worker], policies: Policies, now_ns: int) -> Choice | None:
+        """The lane to launch from, why, and on which of the free workers; None if all wait, and each lane says why.
+
+        Lanes are asked in the order of who is due first.
+        """
+        heads = [(first.key, index, lane, first) for index, lane in enumerate(self.lanes) if (first := lane.first())]
+        if len(heads) > 1:
+            heads.sort(key=_due)
+        for _, _, lane, first in heads:
+            takers = free
+            if first.kv and not all(worker.fits(first.kv) for worker in free):
+                takers = [worker for worker in free if worker.fits(first.kv)]
+                if not takers:
+                    lane.decision = Wait(NEVER_NS, "kv_full")
+                    return None  # whoever is due later must not eat the room that this one waits for
             if lane is self.long:
                 if self.fleet.long_running < self.long_bound(policies):
-                    return lane, "long_alone"
+                    return Choice(lane, "long_alone", takers)
+                lane.decision = Wait(NEVER_NS, "long_bound")
                 continue
-            lane.decision = decision = self._ask(lane, free, now_ns)
+            lane.decision = decision = self._ask(lane, takers, now_ns)
             if type(decision) is Launch:
-                return lane, decision.reason
+                return Choice(lane, decision.reason, takers)
             if len(free) == 1:  # whoever is due later must not take the worker that this one waits with
                 return None
         return None
+
+    def held(self, lane: Lane, *, free: bool) -> str:
+        """Why the first of a lane is not running."""
+        if not self.fleet.workers:
+            return "no_worker"
+        if not free:
+            return "no_free_worker"
+        decision = lane.decision
+        return decision.reason if type(decision) is Wait else "turn_of_another_lane"
 
     def window_ns(self, now_ns: int) -> int:
         """How long a request that came now would wait for others; 0 while an iteration-level engine runs."""

@@ -161,10 +161,23 @@ class PolicySpec(Frozen):
         float, Field(ge=0, le=60_000, description="no window but `fixed` and `p95` is ever longer")
     ] = 100.0
     aimd_target_ms: Annotated[float, Field(gt=0, le=60_000, description="batch time that `aimd` steers to")] = 100.0
-    bypass_tokens: Annotated[int, Field(ge=0, description="longer inputs go in a lane of their own")] = 1024
+    bypass_tokens: Annotated[
+        Annotated[int, Field(ge=0)] | Literal["auto"],
+        Field(description="longer inputs go in a lane of their own; auto: where batching stops paying, by the cost"),
+    ] = 1024
     long_concurrency: Annotated[
         int, Field(ge=0, description="long inputs running at once; 0: half of the workers, at least 1")
     ] = 0
+    batch_size: Annotated[
+        Literal["cost", "max"], Field(description="one-shot batches: by what they cost, or as many as the worker takes")
+    ] = "cost"
+    batch_tokens_max: Annotated[
+        int, Field(ge=0, description="input tokens of one batch, padding included; 0: no limit")
+    ] = 0
+    tenant_weights: Annotated[
+        dict[str, Annotated[float, Field(gt=0, le=1000)]],
+        Field(description="what a tenant's share of each service is worth; 1 for those not named"),
+    ] = {}
     queue_max: Annotated[int, Field(ge=1, le=1 << 22, description="waiting requests, all lanes")] = 8192
     queue_tokens_max: Annotated[int, Field(ge=1, description="waiting input tokens, all lanes")] = 1 << 24
     queue_mib: Annotated[int, Field(ge=1, description="memory of live `call` payloads, MiB")] = 1024

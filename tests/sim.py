@@ -7,10 +7,12 @@ gets exactly one ending, nothing is dispatched to a worker that is gone or full,
 import heapq
 import random
 from dataclasses import dataclass, field
+from typing import Any
 
 from headway.policies.admit import bounded
 from headway.policies.order import due_time
 from headway.policies.place import least_loaded
+from headway.policies.size import largest
 from headway.policies.views import Policies, Window, WindowChoice
 from headway.policies.windows import greedy
 from headway.scheduler import actions as act
@@ -28,6 +30,7 @@ def policies(window: Window = greedy, **changes: object) -> Policies:
         "order": due_time,
         "window_of": lambda _model, _kind: WindowChoice("given", window, BOUND_NS),
         "place": least_loaded,
+        "size": largest,
     }
     return Policies(**(keys | changes))  # type: ignore[arg-type]
 
@@ -39,6 +42,7 @@ class Machine:
     number: int
     iteration: bool
     max_batch: int
+    padded: bool = False
     running: dict[tuple[int, int], int] = field(default_factory=dict)  # (batch, rid) -> tokens left
     dropped: set[tuple[int, int]] = field(default_factory=set)
     stepping: bool = False
@@ -55,6 +59,7 @@ class World:
         self.asked: dict[int, ev.Submit] = {}
         self.endings: dict[int, act.End | act.Refuse] = {}
         self.log: list[str] = []
+        self.dispatched: list[act.Dispatch] = []
         self.poison: set[int] = set()
         self.culprits: set[int] = set()
         self.check = check
@@ -70,12 +75,12 @@ class World:
         self._seq += 1
         heapq.heappush(self._heap, (self.now_ns + delay_ns, self._seq, what))
 
-    def join(self, *, iteration: bool = False, max_batch: int = 8, max_num_seqs: int = 16) -> int:
-        """A new worker registers."""
+    def join(self, *, iteration: bool = False, max_batch: int = 8, max_num_seqs: int = 16, **more: Any) -> int:
+        """A new worker registers. `more`: fields of WorkerReady."""
         self._workers += 1
         number = self._workers
-        self.machines[number] = Machine(number, iteration, max_batch)
-        self.step(ev.WorkerReady(number, f"w{number}", "m", "k", iteration, max_batch, max_num_seqs))
+        self.machines[number] = Machine(number, iteration, max_batch, more.get("padded", False))
+        self.step(ev.WorkerReady(number, f"w{number}", "m", "k", iteration, max_batch, max_num_seqs, **more))
         return number
 
     def lose(self, number: int) -> None:
@@ -141,6 +146,7 @@ class World:
             self.machines.pop(action.worker, None)
 
     def _dispatch(self, action: act.Dispatch) -> None:
+        self.dispatched.append(action)
         machine = self.machines.get(action.worker)
         assert machine is not None, f"dispatched to worker {action.worker}, which is gone"
         assert action.rids, "an empty batch"
@@ -166,7 +172,9 @@ class World:
         elif self.culprits.intersection(action.rids):
             self.step(ev.BatchFailed(machine.number, action.batch, "engine_error", "boom"))
         else:
-            self.step(ev.BatchDone(machine.number, action.batch, took, sum(self.asked[r].tokens for r in action.rids)))
+            sizes = [self.asked[rid].tokens for rid in action.rids]
+            computed = max(sizes) * len(sizes) if machine.padded else sum(sizes)
+            self.step(ev.BatchDone(machine.number, action.batch, took, computed))
 
     def _engine_step(self, machine: Machine) -> None:
         machine.stepping = False

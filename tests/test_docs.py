@@ -70,7 +70,8 @@ def reasons() -> Iterator[str]:
             text = path.read_text()
             for inside in re.findall(r"Launch\(([^)]*)\)", text):
                 yield from re.findall(r'"(\w+)"', inside)
-            yield from re.findall(r'return lane, "(\w+)"', text)
+            yield from re.findall(r'(?:Choice\(lane|Wait\(NEVER_NS|Placed\([^"]*), "(\w+)"', text)
+            yield from re.findall(r'Refusal\(.*"(\w+)"\)', text)
             yield from re.findall(r'^ +reason = "(\w+)"', text, re.M)
 
 

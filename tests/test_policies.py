@@ -13,7 +13,7 @@ from headway.policies.admit import bounded, retry_after_ms
 from headway.policies.intervals import KEPT, Intervals
 from headway.policies.order import PATIENCE_NS, PRIORITY_STEP_NS, due_time
 from headway.policies.place import least_loaded
-from headway.policies.views import Arrival, Cost, DoorView, LaneView, Launch, Seat, Wait, Window
+from headway.policies.views import Arrival, Cost, DoorView, LaneView, Launch, Placed, Seat, Wait, Window
 from headway.policies.windows import (
     MAKERS,
     WindowSettings,
@@ -339,6 +339,7 @@ def test_who_is_due_first(sooner: tuple[Arrival, int], later: tuple[Arrival, int
 
 def door(**changes: object) -> DoorView:
     fields: dict[str, object] = {"waiting": 0, "waiting_tokens": 0, "workers": 1, "max_batch": 8, "cost": GPU}
+    fields |= {"rows_max": 0, "running": 0, "answer_mean": 0.0, "answer_least": 0.0}
     return cast(DoorView, SimpleNamespace(**(fields | changes)))
 
 
@@ -376,12 +377,12 @@ def test_the_retry_hint_grows_with_the_queue_and_is_bounded() -> None:
 @pytest.mark.parametrize(
     ("seats", "chosen"),
     [
-        ([Seat(1, 0, 0, 5)], 0),
-        ([Seat(1, 3, 0, 1), Seat(2, 1, 0, 2)], 1),
-        ([Seat(1, 0, 2, 1), Seat(2, 9, 0, 2)], 1),
-        ([Seat(1, 0, 0, 7), Seat(2, 0, 0, 3)], 1),
-        ([Seat(1, 0, 0, 3), Seat(2, 0, 0, 3)], 0),
+        ([Seat(1, 0, 0, 5)], Placed(0, "only_one_free")),
+        ([Seat(1, 3, 0, 1), Seat(2, 1, 0, 2)], Placed(1, "least_running")),
+        ([Seat(1, 0, 2, 1), Seat(2, 9, 0, 2)], Placed(1, "others_failed")),
+        ([Seat(1, 0, 0, 7), Seat(2, 0, 0, 3)], Placed(1, "longest_unused")),
+        ([Seat(1, 0, 0, 3), Seat(2, 0, 0, 3)], Placed(0, "longest_unused")),
     ],
 )
-def test_where(seats: list[Seat], chosen: int) -> None:
+def test_where(seats: list[Seat], chosen: Placed) -> None:
     assert least_loaded(seats, GPU) == chosen

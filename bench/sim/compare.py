@@ -18,6 +18,7 @@ from headway.bench.sim.engines import Engine, capacity_rps
 from headway.bench.sim.report import Report, Spread, report_of
 from headway.bench.sim.sources import Load
 from headway.bench.sim.world import Outcome, Watch, World
+from headway.policies.views import Cost
 from headway.scheduler.chosen import policies_of
 from headway.scheduler.config import ConfigError
 from headway.scheduler.spec import PolicySpec
@@ -52,8 +53,9 @@ class Setting:
 
     @property
     def bypass_tokens(self) -> int:
-        """Where the long lane begins."""
-        return self.policy.bypass_tokens
+        """Where the long lane begins; with `auto` where it will, once the cost is learned."""
+        engine = self.engine
+        return int(min(1 << 31, policies_of(self.policy).bypass(Cost(engine.a_ms, engine.b_ms, engine.m_ms, True))))
 
     def at_load(self, load: Arrivals, share: float) -> Arrivals:
         """The load at this share of the capacity."""

@@ -148,7 +148,7 @@ class World:
             )
             name = f"w{number}"
             sizes = engine.iteration, max_batch, max_num_seqs
-            self.core.step(ev.WorkerReady(number, name, "m", "k", *sizes), 0)
+            self.core.step(ev.WorkerReady(number, name, "m", "k", *sizes, padded=engine.padded), 0)
         self._one_shot = not engine.iteration
 
     def __repr__(self) -> str:

@@ -34,7 +34,7 @@ Timeout = Annotated[
     typer.Option("--timeout-ms", min=1, help="how long to try to connect; longer, to wait for a server that starts"),
 ]
 Model = Annotated[str | None, typer.Option("--model", help="which of the server's models; needed if it serves several")]
-Tenant = Annotated[str | None, typer.Option("--tenant", help="on whose behalf")]
+Tenant = Annotated[str | None, typer.Option("--tenant", help="on whose account: tenants share each model by tokens")]
 Priority = Annotated[int, typer.Option("--priority", help="lower is sooner")]
 Deadline = Annotated[
     int | None,

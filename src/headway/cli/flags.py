@@ -5,7 +5,8 @@ A flag that is not given is None, so that the environment and the file can speak
 
 import inspect
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
@@ -34,7 +35,16 @@ def _flags(panel: str) -> Sequence[inspect.Parameter]:
     """A name that the policy has, too, is the policy's."""
     fields = PANELS[panel].model_fields.items()
     elsewhere = PolicySpec.model_fields if panel == "Model" else {}
-    return [_flag(name, field, panel) for name, field in fields if group_of(field) is None and name not in elsewhere]
+    return [
+        _flag(name, field, panel)
+        for name, field in fields
+        if group_of(field) is None and name not in elsewhere and not _for_files(name, field)
+    ]
+
+
+def _for_files(name: str, field: FieldInfo) -> bool:
+    """A map (but for the engine's options) is set in a file: on a command line it would need a language of its own."""
+    return get_origin(field.annotation) is dict and name != "options"
 
 
 def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
@@ -52,9 +62,11 @@ def _flag(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
         kind = bool | None
         option = typer.Option(f"{dashed}/--no-{dashed[2:]}", help=text, show_default=False, rich_help_panel=panel)
     else:
-        choices = get_args(field.annotation) if get_origin(field.annotation) is Literal else ()
+        either = get_origin(field.annotation) in (Union, UnionType)
+        kinds = get_args(field.annotation) if either else (field.annotation,)
+        choices = [word for one in kinds if get_origin(one) is Literal for word in get_args(one)]
         kind = (str if choices else field.annotation) | None  # type: ignore[operator]
-        metavar = "|".join(choices) or None
+        metavar = "|".join(["NUMBER"] * either + choices) or None
         option = typer.Option(dashed, metavar=metavar, help=text, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[kind, option])
 
