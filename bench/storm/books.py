@@ -25,6 +25,7 @@ class Asked:
     order: int
     arrived_ns: int
     long: bool
+    length_class: int = 0
     batch: int = 0
     worker: int = 0
     losses: int = 0
@@ -85,6 +86,7 @@ class Place:
 
     abandoned_ns: int
     down: bool = False
+    padded: bool = False
 
 
 @dataclass(eq=False)
@@ -173,7 +175,10 @@ class Books:
             self.over.add(event.rid)
             return
         self._order += 1
-        self.live[event.rid] = Asked(event, self._order, now_ns, event.tokens > self.policy.bypass_tokens)
+        assert isinstance(self.policy.bypass_tokens, int), "storms draw numbers: where `auto` lies is the core's guess"
+        length_class = event.tokens.bit_length() if place.padded else 0
+        long = event.tokens > self.policy.bypass_tokens
+        self.live[event.rid] = Asked(event, self._order, now_ns, long, length_class)
 
     def _admission(self, event: ev.Submit, now_ns: int) -> str:
         waiting = self.waiting((event.model, event.kind))
@@ -182,7 +187,7 @@ class Books:
             return "queue_full"
         if event.deadline_ns is not None and event.deadline_ns <= now_ns:
             return "deadline_exceeded"
-        if event.deadline_ns is not None and waiting and event.rid in self._refused:
+        if event.deadline_ns is not None and event.rid in self._refused:
             return "deadline_unreachable"  # a matter of prediction
         return ""
 
@@ -241,6 +246,7 @@ class Books:
         place = self._place((event.model, event.kind), now_ns)
         place.abandoned_ns = NEVER_NS
         place.down = False
+        place.padded = place.padded or event.padded
 
     def _seen(self, number: int, now_ns: int) -> Member | None:
         member = self.workers.get(number)

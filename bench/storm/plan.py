@@ -220,7 +220,7 @@ def _moods(rng: random.Random) -> dict[str, float]:
 
 
 def _ask(rng: random.Random, at_us: int, services: int, policy: PolicySpec) -> Ask:
-    border = max(1, policy.bypass_tokens)
+    border = max(1, policy.bypass_tokens if isinstance(policy.bypass_tokens, int) else 64)
     return Ask(
         at_us=at_us,
         service=rng.randrange(services),

@@ -2,7 +2,8 @@
 
     endings     each request gets exactly one, the one that it is owed, in the very step in which it is owed
     dispatch    only who waits, to a living worker of the same service, never beyond its room, never when it is too late
-    order       equals (service, lane, priority, tenant, no deadline) go in order of arrival; waiting is ageing
+    order       a tenant's requests go by due time, equals in order of arrival; where batches are padded, its first
+                with those of its length class
     trial       a suspect goes alone, and nobody joins it
     long        long inputs go alone, under their bound
     tokens      those of a live request are forwarded, all others are not
@@ -17,7 +18,7 @@ A breach raises BrokenLawError. `books.py` keeps what the referee knows.
 from collections.abc import Mapping
 
 from headway.bench.storm.books import NEVER_NS, Asked, Books, Key, Owed
-from headway.policies.order import PATIENCE_NS, PRIORITY_STEP_NS
+from headway.policies.order import due_time
 from headway.policies.windows.p95 import LITERAL_CAP_NS
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
@@ -164,23 +165,25 @@ class Referee:
         self._order(taken, [asked for asked in waiting if not asked.batch])
 
     def _order(self, taken: list[Asked], left: list[Asked]) -> None:
-        """Nobody who goes may be after an equal who stays; nor come so late that ageing forbids it."""
-        first: dict[tuple[int, str], Asked] = {}
-        eldest: Asked | None = None
+        """A batch has one length class, and the first of some tenant. Nobody in it comes after an equal who stays;
+        where nothing is padded, nor after anybody of its tenant who is due sooner."""
+        classes = {asked.length_class for asked in taken}
+        hold(len(classes) == 1, "lengths", f"a batch of the length classes {classes}")
+        due: dict[str, tuple[int, int]] = {}
+        first: dict[tuple[int, str, int], Asked] = {}
         for asked in left:
-            if asked.suspect:
-                continue
-            if eldest is None or _late_ns(asked) < _late_ns(eldest):
-                eldest = asked
-            if asked.event.deadline_ns is None:
-                first.setdefault((asked.event.priority, asked.event.tenant), asked)
+            due[asked.event.tenant] = min(due.get(asked.event.tenant, (NEVER_NS, 0)), _due(asked))
+            if asked.event.deadline_ns is None and not asked.suspect:
+                first.setdefault(_equals(asked), asked)
         for gone in taken:
-            equal = first.get((gone.event.priority, gone.event.tenant))
+            equal = first.get(_equals(gone))
             if equal is not None and gone.event.deadline_ns is None:
                 hold(equal.order > gone.order, "order", f"{gone.rid} goes before its elder equal {equal.rid}")
-            if eldest is not None:
-                ok = _late_ns(gone) <= _late_ns(eldest) + PATIENCE_NS
-                hold(ok, "order", f"{gone.rid} goes before {eldest.rid}, which is older by more than patience allows")
+        heads = [asked for asked in taken if _due(asked) < due.get(asked.event.tenant, (NEVER_NS, 0))]
+        hold(bool(heads), "order", f"no tenant's first is among {[asked.rid for asked in taken]}")
+        if classes == {0}:
+            late = [asked.rid for asked in taken if asked not in heads and not _mixed(left)]
+            hold(not late, "order", f"{late} go before one of their tenant who is due sooner")
 
     # ------------------------------------------------------------ time
 
@@ -216,5 +219,16 @@ class Referee:
         hold(launched == counts["batches"], "counters", f"{launched} launches of {counts['batches']} batches")
 
 
-def _late_ns(asked: Asked) -> int:
-    return asked.arrived_ns + asked.event.priority * PRIORITY_STEP_NS
+def _due(asked: Asked) -> tuple[int, int]:
+    """When it is due, and its place among those due together."""
+    return due_time(asked.event, asked.arrived_ns), asked.order
+
+
+def _equals(asked: Asked) -> tuple[int, str, int]:
+    """Requests with the same of these go in order of arrival."""
+    return asked.event.priority, asked.event.tenant, asked.event.tokens if asked.length_class else 0
+
+
+def _mixed(left: list[Asked]) -> bool:
+    """Some came before the service was known to pad, and some after: they are classes of their own."""
+    return any(asked.length_class for asked in left)
