@@ -13,6 +13,7 @@ from headway.scheduler.link import Done, Failed, Item, Row, Step, pack_ids
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.generate.engine import GenerateEngine
+from headway.workers.generate.pace import Pace
 from headway.workers.load import Loaded
 
 VOCAB = 512
@@ -134,11 +135,21 @@ def loaded(made: Any, **changes: Any) -> Loaded:
     return Loaded(**facts | changes)
 
 
-def engine(name: str = "llama", *, eos: Iterable[int] = (), **spec: Any) -> GenerateEngine:
+class FullBudget(Pace):
+    """Chunks as large as the budget allows, whatever a step took: the same on every machine."""
+
+    def __init__(self) -> None:
+        super().__init__((1.0, 1.0, 0.0))
+
+    def room(self, rows: int, budget: int) -> int:
+        return max(1, budget - rows)
+
+
+def engine(name: str = "llama", *, eos: Iterable[int] = (), pace: Pace | None = None, **spec: Any) -> GenerateEngine:
     """An engine over a new tiny model: few pages of 8 tokens, a budget that cuts prompts into chunks."""
     settings = {"name": "tiny", "page_tokens": 8, "step_tokens": 40, "max_num_seqs": 6, "kv_mib": 4} | spec
     made = loaded(model(name), eos=frozenset(eos))
-    return GenerateEngine(ModelSpec(**settings), made, random.Random(1))
+    return GenerateEngine(ModelSpec(**settings), made, random.Random(1), pace or FullBudget())
 
 
 @functools.cache

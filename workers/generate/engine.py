@@ -1,7 +1,7 @@
 """Iteration-level generation: requests join and leave between steps, all tokens of a step go through one forward.
 
 A step gives pages to those who run, oldest first, then starts who waits, in order of arrival, then runs one token of
-each decoding request and, with what is left of the token budget, chunks of prompts, short ones first. When pages run
+each decoding request and, in the room the `pace` leaves, chunks of prompts, short ones first. When pages run
 out the youngest is preempted: its pages go to an older one, it waits at the head of the queue, and later reads its text
 so far again. The oldest can therefore always go on, and a request that could not even alone is refused when it comes;
 so nothing is ever lost or stuck. A fault in a forward ends only the requests that were in it.
@@ -21,6 +21,7 @@ from headway.scheduler.params import check_vocabulary
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.engine import Report
+from headway.workers.generate.pace import Pace
 from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
 from headway.workers.generate.request import Request
@@ -36,12 +37,15 @@ OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a ste
 
 
 class GenerateEngine:
-    """An Engine that generates with `loaded.model`. `rng` seeds requests that bring no seed of their own.
+    """An Engine that generates with `loaded.model`. `rng` seeds requests that bring no seed of their own; `pace` says
+    how much of prompts goes beside running answers (default: what is learned of the times of steps).
 
     Raises LoadError if the model cannot be run packed or `spec.kv_mib` cannot hold a page.
     """
 
-    def __init__(self, spec: ModelSpec, loaded: Loaded, rng: random.Random | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, loaded: Loaded, rng: random.Random | None = None, pace: Pace | None = None
+    ) -> None:
         self._spec = spec
         self._rng = rng or random.Random()
         started = clock.now_ns()
@@ -56,6 +60,7 @@ class GenerateEngine:
         with torch.inference_mode():
             prior = self._runner.timed(self._cache, self._page_tokens)
         self._card = self._describe(loaded, prior)
+        self._pace = pace or Pace(prior)
         self._live: dict[tuple[int, int], Request] = {}
         self._running: list[Request] = []  # oldest first
         self._waiting: deque[Request] = deque()  # oldest first; everyone here is younger than all who run
@@ -131,6 +136,9 @@ class GenerateEngine:
             else:
                 failures = self._settle(shares, chosen, rows)
         spent = clock.now_ns() - started
+        if tokens:
+            rows_run = sum(1 for _, count in shares if count == 1)
+            self._pace.observe(rows_run, tokens - rows_run, spent)
         step = Step(
             compute_ns=spent if tokens else 0,
             tokens=tokens,
@@ -236,7 +244,7 @@ class GenerateEngine:
         reading = [request for request in self._running if request.pending > 1]
         if not reading:
             return decoding
-        budget = max(1, self._spec.step_tokens - len(decoding))  # a prompt always goes on, if by one token
+        budget = self._pace.room(len(decoding), self._spec.step_tokens)  # a prompt always goes on
         shares = {id(request): 0 for request in reading}
         for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
             taken = min(most, budget, request.pending - shares[id(request)])
