@@ -15,8 +15,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors  # noqa: E4
 from headway.scheduler import link  # noqa: E402
 from headway.scheduler.link import Done, Failed, Item, pack_ids  # noqa: E402
 from headway.scheduler.spec import ModelSpec  # noqa: E402
-from headway.workers.classify import classify_engine, make_engine  # noqa: E402
+from headway.workers.classify import classify_engine  # noqa: E402
 from headway.workers.load import LoadError  # noqa: E402
+from headway.workers.process import make_engine  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
 HEAD = "ForSequenceClassification"

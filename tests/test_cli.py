@@ -26,7 +26,20 @@ from headway.scheduler.errors import HeadwayError
 from headway.scheduler.spec import ModelSpec, PolicySpec, ServerSpec
 
 NOWHERE = "tcp://127.0.0.1:1"
-COMMANDS = ["serve", "worker", "generate", "embed", "call", "info", "status", "version", "demo", "simulate"]
+COMMANDS = [
+    "serve",
+    "worker",
+    "generate",
+    "embed",
+    "classify",
+    "score",
+    "call",
+    "info",
+    "status",
+    "version",
+    "demo",
+    "simulate",
+]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
 
@@ -44,7 +57,7 @@ def answers(message: wire.ClientMessage) -> list[wire.ServerMessage]:
                 "max_input_tokens": 0,
                 "context_tokens": 0,
             }
-            kinds = ("generate", "embed", "call")
+            kinds = ("generate", "embed", "classify", "score", "call")
             models = [wire.ModelInfo(name="m", kind=kind, bypass_tokens=9, tokenizer=True, **model) for kind in kinds]
             return [
                 wire.InfoReply(id=id_, protocol=1, server="9.9", models=models, limits={"a_max": 7}, state="serving")
@@ -64,8 +77,15 @@ def answers(message: wire.ClientMessage) -> list[wire.ServerMessage]:
                 )
             ]
         case wire.Embed():
-            vector = [float(len(message.text or "")), 0.5]
+            vector = [float(len(message.text or "")), 0.5, *([9.0] if message.prompt_name == "query" else [])]
+            if message.truncate:
+                usage = wire.Usage(3, truncated=True)
             return [wire.Result(id=id_, embedding=vector, usage=usage, timing=timing, model="m")]
+        case wire.Classify():
+            return [wire.Result(id=id_, scores={"no": 0.25, "yes": 0.75}, usage=usage, timing=timing, model="m")]
+        case wire.Score():
+            far = abs(len(message.text) - len(message.text_pair))
+            return [wire.Result(id=id_, scores={"score": 1.0 / (1 + far)}, usage=usage, timing=timing, model="m")]
         case wire.Call():
             return [wire.Result(id=id_, value=message.payload, usage=usage, timing=timing, model="m")]
         case wire.Generate(tenant="mallory"):
@@ -269,6 +289,12 @@ def test_a_reader_that_has_seen_enough(address: str) -> None:
         (["generate"], "from a pipe\n", "FROM A PIPE +256\n"),
         (["embed", "abc"], "", "2 numbers: 3.0000, 0.5000, …  abc\n"),
         (["embed"], "a\n\nab\n", "2 numbers: 1.0000, 0.5000, …  a\n2 numbers: 2.0000, 0.5000, …  ab\n"),
+        (["embed", "--prompt-name", "query", "abc"], "", "3 numbers: 3.0000, 0.5000, 9.0000, …  abc\n"),
+        (["embed", "--truncate", "abc"], "", "2 numbers: 3.0000, 0.5000, …  abc  (cut)\n"),
+        (["classify", "abc"], "", "yes 0.7500  abc\n"),
+        (["classify"], "a\nb\n", "yes 0.7500  a\nyes 0.7500  b\n"),
+        (["score", "abc", "a", "ab"], "", "0.3333  a\n0.5000  ab\n"),
+        (["score", "--sort", "abc"], "a\nab\n", "0.5000  ab\n0.3333  a\n"),
         (["call", '{"a": [1, null, "ü"]}'], "", '{"a":[1,null,"ü"]}\n'),
         (["call", "-"], "[true]", "[true]\n"),
     ],
@@ -288,6 +314,12 @@ def test_json(run: Callable[..., Result]) -> None:
     assert ([delta["text"] for delta in deltas], last["text"]) == (["ABC", " +256"], "ABC +256")
     lines = [json.loads(line) for line in run("embed", "a", "ab", "--json").stdout.splitlines()]
     assert [(line["text"], line["embedding"]) for line in lines] == [("a", [1.0, 0.5]), ("ab", [2.0, 0.5])]
+    [line] = map(json.loads, run("embed", "--truncate", "a", "--json").stdout.splitlines())
+    assert line["usage"] == {"prompt_tokens": 3, "truncated": True}
+    [line] = map(json.loads, run("classify", "a", "--json").stdout.splitlines())
+    assert (line["label"], line["scores"]) == ("yes", {"no": 0.25, "yes": 0.75})
+    [line] = map(json.loads, run("score", "a", "a", "--json").stdout.splitlines())
+    assert (line["text"], line["score"]) == ("a", 1.0)
     assert json.loads(run("info", "--json").stdout)["server"] == "9.9"
     assert len(json.loads(run("status", "--json", "-b", "2").stdout)["batches"]) == 2
 

@@ -1,4 +1,4 @@
-"""`headway generate`, `embed` and `call`: requests from the command line."""
+"""`headway generate` and `call`: requests from the command line. Those for one-shot engines are in `encode.py`."""
 
 import json
 import sys
@@ -22,15 +22,14 @@ from headway.cli.connection import (
     ask,
     is_piped,
     print_json,
-    slices,
     together,
 )
+from headway.cli.encode import CLASSIFY, EMBED, SCORE, classify, embed, score
 from headway.cli.exits import REFUSED, UNREACHABLE, USAGE, exits, teach
 from headway.scheduler.config import ConfigError
 
 if TYPE_CHECKING:
     from headway.scheduler.client import Client
-    from headway.scheduler.client_types import Embedding
 
 SERVERS = "the server's"  # changes nothing, or the model's own value if its operator wants that
 GENERATE = teach(
@@ -42,11 +41,6 @@ GENERATE = teach(
         'headway generate --temperature 0.8 --seed 7 "Once upon a time"',
         "headway generate --raw --json < prompt.txt",
     ],
-)
-EMBED = teach(
-    "Embed texts. Each TEXT is a request of its own; without any, each line of standard input is one.",
-    "Prints a line for each text: how many numbers, the first of them, the text; --json prints all of them.",
-    examples=['headway embed "a red apple" "a green pear"', "headway embed --json < lines.txt > vectors.jsonl"],
 )
 CALL = teach(
     "Call a custom engine with a JSON value and print its answer as JSON. - reads the value from standard input.",
@@ -154,39 +148,6 @@ async def _stream(client: "Client", request: dict[str, Any], as_json: bool) -> N
             typer.echo()
 
 
-def embed(
-    texts: Annotated[list[str] | None, typer.Argument(metavar="[TEXT]...", show_default=False)] = None,
-    model: Model = None,
-    tenant: Tenant = None,
-    priority: Priority = 0,
-    deadline_ms: Deadline = None,
-    as_json: Json = False,
-    connect: Connect = ADDRESS,
-    server_key: ServerKey = None,
-    timeout_ms: Timeout = TIMEOUT_MS,
-) -> None:
-    if not texts and not is_piped():
-        raise ConfigError("give a TEXT, or texts on standard input, one a line")
-    lines = iter(texts) if texts else (line.rstrip("\r\n") for line in sys.stdin)
-    who = Who(model=model, tenant=tenant, priority=priority, deadline_ms=deadline_ms)
-
-    async def work(client: "Client") -> None:
-        for part in slices(line for line in lines if line):
-            answers = await together([partial(client.embed, text, **who) for text in part])
-            for text, answer in zip(part, answers, strict=True):
-                _show_embedding(text, answer, as_json)
-
-    ask(connect, server_key, timeout_ms, work)
-
-
-def _show_embedding(text: str, answer: "Embedding", as_json: bool) -> None:
-    if as_json:
-        print_json({"text": text, "embedding": answer.vector, "usage": answer.usage, "timing": answer.timing})
-        return
-    first = ", ".join(f"{number:.4f}" for number in answer.vector[:4])
-    typer.echo(f"{len(answer.vector)} numbers: {first}, …  {text}")
-
-
 def call(
     value: Annotated[str, typer.Argument(metavar="JSON", help="any JSON value, or - for standard input")],
     tokens: Annotated[int | None, typer.Option(min=0, help="its size, for scheduling; default: its bytes / 4")] = None,
@@ -216,5 +177,6 @@ def _stdin(wanted: str) -> str:
 def register(app: typer.Typer) -> None:
     epilog = exits(USAGE, UNREACHABLE, REFUSED)
     app.command(help=GENERATE, epilog=epilog)(generate)
-    app.command(help=EMBED, epilog=epilog)(embed)
+    for text, command in ((EMBED, embed), (CLASSIFY, classify), (SCORE, score)):
+        app.command(help=text, epilog=epilog)(command)
     app.command(help=CALL, epilog=epilog)(call)
