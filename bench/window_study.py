@@ -4,8 +4,9 @@
 
 Simulated: the real core under a virtual clock (docs/simulate.md). The grid is traces x loads .1-.9 x 1-2 workers x
 three cost models. Besides: clients that wait for their answers, pulses and one request in ten seconds, against greedy;
-ten times the load at once; first tokens of an iteration-level engine; and how fast the simulator itself is. Prints the
-tables, the targets with what was reached, and writes JSON and a plot. The exit code is 1 if a target is missed.
+ten times the load at once; first tokens of an iteration-level engine; the padding of a padded one; and how fast the
+simulator itself is. Prints the tables, the targets with what was reached, and writes JSON and a plot. The exit code is
+1 if a target is missed.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rich.table import Table
 from headway.bench.sim import plots, study, synthetic
 from headway.bench.sim.compare import Setting, geomean, simulate
 from headway.bench.sim.engines import PRESETS
-from headway.bench.sim.study import Cell, FirstToken, Job, Loop, Steps
+from headway.bench.sim.study import Cell, FirstToken, Job, Lengths, Loop, Steps
 from headway.scheduler import clock
 from headway.scheduler.config import ConfigError
 from headway.scheduler.spec import PolicySpec
@@ -83,7 +84,12 @@ def jobs(quick: bool, folder: str) -> list[Job]:
     few: list[Job] = [
         Loop(text.format(n=400 if quick else 3000), engine, seeds) for text in (PULSE, SPARSE) for engine in engines
     ]
-    return [*tokens, Steps("e2", 2 if quick else 12), *cells, *loops, *few]
+    lengths: list[Job] = [
+        Lengths(first, load, engine, 2_000 if quick else 8_000, folder)
+        for load in ((0.6,) if quick else (0.3, 0.6, 0.8))
+        for engine in study.ENGINES
+    ]
+    return [*tokens, *lengths, Steps("e2", 2 if quick else 12), *cells, *loops, *few]
 
 
 def run(work: Sequence[Job], processes: int, console: Console) -> Found:
@@ -140,6 +146,7 @@ def targets(found: Found, rows: Sequence[dict[str, Any]], million_s: float) -> l
     loops = [(job.source, result["adaptive"]["ratio"]) for job, result in found if isinstance(job, Loop)]
     stepped = [result["adaptive"] for job, result in found if isinstance(job, Steps)]
     first = [result["adaptive"]["ratio"] for job, result in found if isinstance(job, FirstToken)]
+    waste = [result["like lengths, by cost"]["waste"] for job, result in found if isinstance(job, Lengths)]
     return [
         Target("mean latency over hindsight, geomean", whole["mean_geomean"], 1.05),
         Target("mean latency over hindsight, worst cell", whole["mean_worst"], 1.5),
@@ -148,6 +155,7 @@ def targets(found: Found, rows: Sequence[dict[str, Any]], million_s: float) -> l
         Target("one in 10 s over greedy, worst", max(r for s, r in loops if s.startswith("poisson")), 1.03),
         Target("2 s after a load step over steady, worst", max(max(one.values()) for one in stepped), 1.5),
         Target("iteration: P95 first token over greedy, worst", max(one for one in first if one is not None), 1.03),
+        Target("padding waste of like lengths, worst", max(waste), 0.2),
         Target("a million simulated requests, seconds", million_s, MILLION_S_MAX),
     ]
 
@@ -186,12 +194,27 @@ def show(console: Console, found: Found, rows: Sequence[dict[str, Any]], aims: S
     for name in study.WINDOWS:
         others.add_column(name, justify="right")
     for job, result in found:
-        if not isinstance(job, Cell):
+        if not isinstance(job, (Cell, Lengths)):
             others.add_row(_named(job), *(_ratio(result.get(name, {})) for name in study.WINDOWS))
     console.print(others)
+    console.print(lengths_table(found))
     for aim in aims:
         word = "[green]met[/]   " if aim.met else "[red]missed[/]"
         console.print(f"{word} {aim.name}: {aim.reached:.3f} (limit {aim.limit:g})")
+
+
+def lengths_table(found: Found) -> Table:
+    """Padding, and the latency of short and long inputs apart."""
+    table = Table(title=f"a padded engine (long: over {study.BYPASS} tokens)")
+    heads = ("waste", "device_ms", "short_mean_ms", "short_p95_ms", "long_mean_ms", "long_p95_ms")
+    for head in ("load", "batches", *heads):
+        table.add_column(head.replace("_", " "), justify="left" if head in ("load", "batches") else "right")
+    for job, result in found:
+        if isinstance(job, Lengths):
+            for way, values in result.items():
+                cells = [f"{values[head]:.3g}" if head in values else "" for head in heads]
+                table.add_row(f"{job.trace} {job.engine} @{job.load:g}", way, *cells)
+    return table
 
 
 def _named(job: Job) -> str:

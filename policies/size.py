@@ -12,7 +12,8 @@ who have yet to come wait behind the backlog as well, which by the load rho weig
     k = sqrt(a x n / (c x w x (1 - rho)))
 
 On a CPU, where c is everything, 32 waiting texts go in batches of a few, and the first are done after an eighth of the
-time; on a launch-bound GPU k exceeds what waits and the batch is full. The batches of a backlog are made equally large.
+time; on a launch-bound GPU k exceeds what waits and the batch is full. The batches of a backlog are made equally large,
+of the number of them nearest to n / k.
 Iteration-level engines take whom they can: a request there waits for nobody else of its batch.
 
 Source: the square-root rule is that of the economic lot size (Harris, 1913): set-up cost against holding cost.
@@ -37,7 +38,7 @@ def by_cost(view: BatchView) -> int:
     best = sqrt(fixed_ns * waiting / (each_ns * view.workers * (1.0 - load)))
     if best >= most:
         return most
-    batches = ceil(waiting / max(1.0, best))
+    batches = max(1, round(waiting / max(1.0, best)))
     return min(most, ceil(waiting / batches))
 
 

@@ -349,7 +349,7 @@ class Core:
         worker = takers[placed.seat]
         oldest_ns = lane.oldest_arrival_ns()
         most = service.batch_size(lane, worker, self.policies)
-        taken = lane.take(most, self.policies.batch_tokens_max, worker)
+        taken = lane.take(most, self.policies.batch_tokens_max, worker, service.padding_worth)
         self._batches += 1
         tokens, seats = 0, dict[int, int]()
         for request in taken:

@@ -78,29 +78,36 @@ class Lane:
         """Who is next."""
         return self._turns.first()
 
-    def take(self, most: int, tokens_max: int, worker: Worker) -> list[Request]:
+    def take(self, most: int, tokens_max: int, worker: Worker, worth: float = 0.0) -> list[Request]:
         """The next batch: up to `most`, of up to `tokens_max` tokens with padding (0: no limit) unless the first alone
-        has more, for whom the worker's cache has room. A suspect is taken alone; nobody is taken along with one."""
+        has more, for whom the worker's cache has room. A suspect is taken alone; nobody is taken along with one.
+
+        `worth`: how many tokens of padding the fixed cost of a batch is worth.
+        """
         taken: list[Request] = []
         longest = tokens = kv = 0
         first = None
-        while len(taken) < most and (request := self._turns.next(first)) is not None:
+        while len(taken) < most and (request := self._next(first, longest, len(taken), worth)) is not None:
             kv += request.kv
             tokens += request.tokens
+            longest = max(longest, request.tokens)
             if first is None:
                 first = request
-            elif request.suspect or (kv and not worker.fits(kv)):
-                break
-            if tokens_max:
-                longest = max(longest, request.tokens)
+            else:
                 whole = longest * (len(taken) + 1) if first.bucket else tokens
-                if whole > tokens_max and taken:
+                if request.suspect or (kv and not worker.fits(kv)) or whole > (tokens_max or whole):
                     break
             self.leave(request).charge(request.charged)
             taken.append(request)
             if request.suspect:
                 break
         return taken
+
+    def _next(self, first: Request | None, longest: int, count: int, worth: float) -> Request | None:
+        request = self._turns.next(first)
+        if request is None and worth and first is not None and first.bucket:
+            return self._turns.more(first, longest, count, worth)
+        return request
 
     def oldest_arrival_ns(self) -> int:
         """When the longest-waiting request arrived, or NEVER_NS."""

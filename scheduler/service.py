@@ -160,7 +160,7 @@ class Service:
             rid=event.rid,
             client=event.client,
             service=self,
-            long=tokens > policies.bypass(self.cost),
+            long=tokens > policies.bypass(self.learned.central),
             tokens=tokens,
             deadline_ns=NEVER_NS if event.deadline_ns is None else event.deadline_ns,
             arrived_ns=now_ns,
@@ -214,9 +214,15 @@ class Service:
             workers=len(self.fleet.workers),
             arrivals_per_ns=len(lane.intervals) / total_ns if total_ns else 0.0,
             turnaround_ns=self.turnaround_ns,
-            cost=self.cost,
+            cost=self.learned.central,
         )
         return max(1, min(most, policies.size(view)))
+
+    @property
+    def padding_worth(self) -> float:
+        """How many tokens of padding cost as much as a batch's fixed part; 0 where nothing is padded, or known."""
+        a_ns, b_ns, _, known = self.learned.central
+        return (a_ns + self.turnaround_ns) / b_ns if self.padded and known and b_ns > 0 else 0.0
 
     def long_bound(self, policies: Policies) -> int:
         """How many long inputs may run at once."""

@@ -2,8 +2,9 @@
 
 For engines that pad, a batch is made of like lengths: each request has a length class, the power of two above its
 tokens, and once the first of a batch is chosen the others come from its class, nearest in length first. Engines that do
-not pad have one class, 0. No operation depends on the number of those waiting by more than a logarithm (and a memory
-move in the index by length).
+not pad have one class, 0. When the class is empty, the batch goes on with others as long as that pays: each request
+more pads its batch by some tokens, and would otherwise pay its share of another batch's fixed cost. No operation
+depends on the number of those waiting by more than a logarithm (and a memory move in the index by length).
 """
 
 from bisect import bisect_left, insort
@@ -62,12 +63,31 @@ class Flow:
         if not first.bucket:
             return self._plain.peek()
         index = self._by_length.get(first.bucket)
-        if not index:
-            return None
-        at = bisect_left(index, (first.tokens, 0))
-        if at == len(index) or (at and first.tokens - index[at - 1][0] < index[at][0] - first.tokens):
-            at -= 1
-        return index[bisect_left(index, (index[at][0], 0))][2]
+        return _nearest(index, first) if index else None
+
+    def unlike(self, first: Request, longest: int, count: int, worth: float) -> Request | None:
+        """Who of another class goes with a batch of `count` around `first`: the least padding, if it is worth it.
+
+        `worth`: the tokens of padding that a batch's fixed cost pays for.
+        """
+        found, least = None, worth
+        for bucket, index in self._by_length.items():
+            if index and bucket != first.bucket:
+                request = _nearest(index, first)
+                more = request.tokens - longest
+                padding = more * count if more > 0 else -more
+                cost = padding * len(index)  # those of its class would share that fixed cost
+                if cost < least:
+                    found, least = request, cost
+        return found
+
+
+def _nearest(index: list[tuple[int, int, Request]], first: Request) -> Request:
+    """The nearest to `first` in length; of equals the earlier one."""
+    at = bisect_left(index, (first.tokens, 0))
+    if at == len(index) or (at and first.tokens - index[at - 1][0] < index[at][0] - first.tokens):
+        at -= 1
+    return index[bisect_left(index, (index[at][0], 0))][2]
 
 
 def _due(request: Request) -> tuple[int, int]:
@@ -112,6 +132,11 @@ class Turns:
         """The first of the tenant whose turn it is."""
         flow = self._turn()
         return None if flow is None else flow.first()
+
+    def more(self, first: Request, longest: int, count: int, worth: float) -> Request | None:
+        """Who is taken next when nobody like `first` is left, if it is worth it."""
+        flow = self._turn()
+        return None if flow is None else flow.unlike(first, longest, count, worth)
 
     def next(self, first: Request | None) -> Request | None:
         """Who is taken next into a batch that began with `first` (None: it is empty)."""

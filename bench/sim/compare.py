@@ -40,6 +40,7 @@ class Setting:
     seed: int = 0
     slo_ms: float | None = None
     load: float | None = None
+    grouped: bool = True
 
     @property
     def rows(self) -> int:
@@ -90,6 +91,7 @@ def simulate(load: Load, setting: Setting, watch: Watch | None = None) -> tuple[
         max_batch=setting.max_batch,
         max_num_seqs=setting.max_num_seqs,
         seed=setting.seed,
+        grouped=setting.grouped,
     )
     outcome = world.run(watch)
     report = report_of(

@@ -78,7 +78,18 @@ class FirstToken:
     folder: str
 
 
-Job = Cell | Loop | Steps | FirstToken
+@dataclass(frozen=True)
+class Lengths:
+    """A padded engine under requests of many lengths: like lengths together, against order of arrival."""
+
+    trace: str
+    load: float
+    engine: str
+    n: int
+    folder: str
+
+
+Job = Cell | Loop | Steps | FirstToken | Lengths
 
 
 def traces_in(folder: str) -> list[str]:
@@ -121,7 +132,9 @@ def do(job: Job) -> tuple[Job, dict[str, Any]]:
         return job, _loop(job)
     if isinstance(job, Steps):
         return job, _steps(job)
-    return job, _first_token(job)
+    if isinstance(job, FirstToken):
+        return job, _first_token(job)
+    return job, _lengths(job)
 
 
 def _means(load: Load, setting: Setting, names: list[str], seeds: int) -> dict[str, dict[str, float]]:
@@ -208,3 +221,33 @@ def _first_token(job: FirstToken) -> dict[str, Any]:
         name: {**values, "ratio": (values["p95_ms"] or 0.0) / base["p95_ms"] if base["p95_ms"] else None}
         for name, values in found.items()
     }
+
+
+def _lengths(job: Lengths) -> dict[str, Any]:
+    """Padding waste, and mean and P95 latency of short and long inputs apart, for each way to make a batch."""
+    load = trace(job.trace, job.n, job.folder, short=False)
+    load = replace(load, max_new=np.zeros(len(load), np.int64))
+    setting = Setting(replace(noisy(job.engine), padded=True), PolicySpec())
+    load = replace(setting, engine=replace(setting.engine, padded=False)).at_load(load, job.load)  # without padding
+    long = load.tokens > BYPASS
+    ways = {
+        "like lengths, by cost": setting,
+        "like lengths, full": replace(setting, policy=PolicySpec(batch_size="max")),
+        "order of arrival": replace(setting, policy=PolicySpec(batch_size="max"), grouped=False),
+        "the same, no long lane": replace(
+            setting, policy=PolicySpec(batch_size="max", bypass_tokens=1 << 30), grouped=False
+        ),
+    }
+    return {name: _apart(way, load, long) for name, way in ways.items()}
+
+
+def _apart(setting: Setting, load: Arrivals, long: Any) -> dict[str, Any]:
+    report, outcome = simulate(load, setting)
+    took_ms = (np.asarray(outcome.done_ns) - np.asarray(outcome.at_ns)) / 1e6
+    good = np.asarray(outcome.ending) == OK
+    found: dict[str, Any] = {"waste": report.padding_waste, "device_ms": report.device_ms_per_request}
+    for name, mine in (("short", good & ~long), ("long", good & long)):
+        if mine.any():
+            found[f"{name}_mean_ms"] = float(took_ms[mine].mean())
+            found[f"{name}_p95_ms"] = float(np.percentile(took_ms[mine], 95))
+    return found

@@ -122,7 +122,9 @@ class World:
         max_batch: int = 32,
         max_num_seqs: int = 32,
         seed: int = 0,
+        grouped: bool = True,
     ) -> None:
+        """`grouped`: a padded engine says that it pads, so that like lengths run together; else in order of arrival."""
         self._load = load
         self._tokens: list[int] = load.tokens.tolist()
         self._max_new: list[int] = load.max_new.tolist()
@@ -148,7 +150,7 @@ class World:
             )
             name = f"w{number}"
             sizes = engine.iteration, max_batch, max_num_seqs
-            self.core.step(ev.WorkerReady(number, name, "m", "k", *sizes, padded=engine.padded), 0)
+            self.core.step(ev.WorkerReady(number, name, "m", "k", *sizes, padded=engine.padded and grouped), 0)
         self._one_shot = not engine.iteration
 
     def __repr__(self) -> str:

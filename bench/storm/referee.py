@@ -3,7 +3,7 @@
     endings     each request gets exactly one, the one that it is owed, in the very step in which it is owed
     dispatch    only who waits, to a living worker of the same service, never beyond its room, never when it is too late
     order       a tenant's requests go by due time, equals in order of arrival; where batches are padded, its first
-                with those of its length class
+                with those of like lengths
     trial       a suspect goes alone, and nobody joins it
     long        long inputs go alone, under their bound
     tokens      those of a live request are forwarded, all others are not
@@ -165,10 +165,9 @@ class Referee:
         self._order(taken, [asked for asked in waiting if not asked.batch])
 
     def _order(self, taken: list[Asked], left: list[Asked]) -> None:
-        """A batch has one length class, and the first of some tenant. Nobody in it comes after an equal who stays;
-        where nothing is padded, nor after anybody of its tenant who is due sooner."""
+        """A batch has the first of some tenant. Nobody in it comes after an equal who stays; where nothing is padded,
+        nor after anybody of its tenant who is due sooner."""
         classes = {asked.length_class for asked in taken}
-        hold(len(classes) == 1, "lengths", f"a batch of the length classes {classes}")
         due: dict[str, tuple[int, int]] = {}
         first: dict[tuple[int, str, int], Asked] = {}
         for asked in left:
