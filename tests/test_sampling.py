@@ -227,7 +227,7 @@ def test_a_flat_row_is_ranked_as_a_whole(params: Params, monkeypatch: pytest.Mon
     logits = torch.randn(3000, generator=torch.Generator().manual_seed(0)) * 0.1
     rows = [row(params, seed=seed) for seed in range(200)]
     few = picked(logits.expand(200, -1), rows)
-    monkeypatch.setattr(sampling, "CANDIDATES", 3000)
+    monkeypatch.setattr(sampling, "MANY", 3000)
     assert few == picked(logits.expand(200, -1), rows)
     assert len(set(few)) > 150
 
@@ -323,7 +323,7 @@ def test_plain_rows_are_only_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """A greedy row without wishes costs no more than the largest logit, whoever is beside it."""
     seen: list[int] = []
     pick = sampling._pick
-    monkeypatch.setattr(sampling, "_pick", lambda raw, rows: seen.append(len(rows)) or pick(raw, rows))
+    monkeypatch.setattr(sampling, "_pick", lambda *given: seen.append(len(given[-1])) or pick(*given))
     plain = [row(Params(seed=1, top_p=0.5, ignore_eos=True, stop=["x"]), [1, 2], stops=[3]) for _ in range(3)]
     assert choose(LOGITS.expand(3, -1), plain) == [Pick(1)] * 3
     assert seen == []

@@ -21,7 +21,7 @@ from headway.scheduler.params import LOGPROBS_MAX
 from headway.scheduler.wire import Params
 from headway.workers.generate.history import History
 
-CANDIDATES = 1024  # ranked first; a row whose top_k or top_p reaches past them ranks its whole vocabulary
+FEW, MANY = 64, 1024  # ranked first: FEW where top_k is no more; who needs more than MANY ranks the whole vocabulary
 COLDEST = 1e-30  # a lower temperature would be 0 in float32; as cold as this, only the likeliest is left
 _MASK = (1 << 64) - 1
 
@@ -117,7 +117,7 @@ def choose(logits: Any, rows: Sequence[Subject]) -> list[Pick | None]:
         return [Pick(token) if good else None for token, good in zip(chosen, finite, strict=True)]
     ours = [rows[at] for at in odd]
     raw = logits[odd].float()
-    picked = _pick(raw, ours)
+    picked = _pick(raw, best[odd].float(), [chosen[at] for at in odd], ours)
     named = _logprobs(raw, ours, picked)
     picks: list[Pick | None] = [Pick(token) if good else None for token, good in zip(chosen, finite, strict=True)]
     for at, token, logprobs in zip(odd, picked, named, strict=True):
@@ -125,19 +125,19 @@ def choose(logits: Any, rows: Sequence[Subject]) -> list[Pick | None]:
     return picks
 
 
-def _pick(raw: Any, rows: Sequence[Subject]) -> list[int]:
-    """The tokens of rows that are not plain; `raw`: their logits, float32."""
-    logits = _shaped(raw, rows)
-    best, tokens = logits.max(-1)
-    chosen: list[int] = tokens.tolist()
+def _pick(raw: Any, best: Any, likeliest: list[int], rows: Sequence[Subject]) -> list[int]:
+    """The tokens of rows that are not plain. `raw`: their logits, float32; `best`, `likeliest`: the largest of each."""
+    logits, chosen = _shaped(raw, rows), likeliest
+    if logits is not raw:
+        best, tokens = logits.max(-1)
+        chosen = tokens.tolist()
     sampled = [at for at, row in enumerate(rows) if not row.choice.greedy]
-    for ranked in (False, True):
-        group = [at for at in sampled if _is_ranked(rows[at].choice) is ranked]
-        for part in _parts(group, logits.device):
+    for among, fits in _WAYS:
+        for part in _parts([at for at in sampled if fits(rows[at].choice)], logits.device):
             choices = [rows[at].choice for at in part]
             draws = [uniform(rows[at].choice.seed, len(rows[at].tokens) - rows[at].input_tokens) for at in part]
-            found = (_among_ranked if ranked else _among_all)(logits[part], best[part], choices, draws)
-            for at, token in zip(part, found, strict=True):
+            some = slice(part[0], part[0] + 1) if len(part) == 1 else part  # a slice is not copied
+            for at, token in zip(part, among(logits[some], best[some], choices, draws), strict=True):
                 chosen[at] = token
     return chosen
 
@@ -228,80 +228,85 @@ def _floats(logits: Any, values: Sequence[float]) -> Any:
 # ---------------------------------------------------------------- drawing
 
 
-def _is_ranked(choice: Choice) -> bool:
-    """Whether the order of the tokens matters, beside their weights."""
-    return choice.top_k > 0 or choice.top_p < 1.0
-
-
-def _weights(logits: Any, best: Any, choices: Sequence[Choice]) -> Any:
-    """exp(logit / temperature), the largest being 1: no temperature overflows."""
-    temperatures = _floats(logits, [choice.temperature for choice in choices])
-    return ((logits - best[:, None]) / temperatures[:, None]).exp()
+def _settings(logits: Any, choices: Sequence[Choice], draws: Sequence[float]) -> Any:
+    """Temperature, top_k, top_p, min_p and draw of each row, as columns [rows, 1] of float64."""
+    size = logits.shape[-1]
+    table = [(c.temperature, c.top_k or size, c.top_p, c.min_p, draw) for c, draw in zip(choices, draws, strict=True)]
+    return torch.tensor(table, dtype=torch.double, device=logits.device).unsqueeze(-1).unbind(1)
 
 
 def _among_all(logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float]) -> list[int]:
     """A token of each row, in the vocabulary's order; min_p cuts."""
-    weights = _weights(logits, best, choices)
+    temperature, _, _, min_p, draw = _settings(logits, choices, draws)
+    weights = _weights(logits, best, temperature)
     if any(choice.min_p for choice in choices):
-        least = _floats(logits, [choice.min_p for choice in choices])[:, None]
-        weights = torch.where(weights >= least, weights, 0.0)
-    found: list[int] = _walk(weights.double(), draws).tolist()
+        weights = torch.where(weights >= min_p.float(), weights, 0.0)
+    found: list[int] = _walk(weights.double(), draw)[:, 0].tolist()
     return found
 
 
-def _among_ranked(
-    logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float], most: int = CANDIDATES
-) -> list[int]:
-    """A token of each row, likeliest first; top_k, top_p and min_p cut. `most`: how many are ranked at first."""
-    weights = _weights(logits, best, choices)
+def _among_few(logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float]) -> list[int]:
+    return _among_ranked(logits, best, choices, draws, FEW)
+
+
+def _among_many(logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float]) -> list[int]:
+    return _among_ranked(logits, best, choices, draws, MANY)
+
+
+def _among_ranked(logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float], most: int) -> list[int]:
+    """A token of each row, likeliest first; top_k, top_p and min_p cut. `most`: how many are ranked."""
+    temperature, top_k, top_p, min_p, draw = _settings(logits, choices, draws)
+    weights = _weights(logits, best, temperature)
     size = weights.shape[-1]
-    ranked, order = weights.topk(min(most, size))
-    ranked = ranked.double()
-    kept = ranked.shape[-1]
-    top_k = [choice.top_k or size for choice in choices]
-    places = torch.arange(kept, device=logits.device)
-    ranked = torch.where(places < torch.tensor(top_k, device=logits.device)[:, None], ranked, 0.0)
+    kept = min(most, size)
+    ranked, order = weights.topk(kept)
+    ranked = torch.where(torch.arange(kept, device=logits.device) < top_k, ranked.double(), 0.0)
     reached = ranked.cumsum(-1)
-    whole = torch.where(_flags(logits, [k < size for k in top_k]), reached[:, -1], weights.double().sum(-1))
-    wanted = torch.tensor([choice.top_p for choice in choices], dtype=torch.double, device=logits.device) * whole
-    if kept < size:
-        short = ((reached[:, -1] < wanted) | _flags(logits, [kept < k < size for k in top_k])).tolist()
+    whole = reached[:, -1:]
+    if not all(choice.top_k for choice in choices):
+        whole = torch.where(top_k < size, whole, weights.sum(-1, keepdim=True, dtype=torch.double))
+    wanted = top_p * whole
+    if kept < size and not all(0 < choice.top_k <= kept for choice in choices):
+        short = ((reached[:, -1:] < wanted) | ((kept < top_k) & (top_k < size)))[:, 0].tolist()
         if any(short):
-            return _reranked(logits, best, choices, draws, short)
-    least = torch.tensor([choice.min_p for choice in choices], dtype=torch.double, device=logits.device)
-    inside = (reached - ranked < wanted[:, None]) & (ranked >= least[:, None])
-    found = _walk(torch.where(inside, ranked, 0.0), draws)
-    tokens: list[int] = order.gather(-1, found[:, None])[:, 0].tolist()
+            return _reranked(logits, best, choices, draws, most, short)
+    inside = (reached - ranked < wanted) & (ranked >= min_p)
+    tokens: list[int] = order.gather(-1, _walk(torch.where(inside, ranked, 0.0), draw))[:, 0].tolist()
     return tokens
 
 
+def _weights(logits: Any, best: Any, temperature: Any) -> Any:
+    """exp(logit / temperature), the largest being 1: no temperature overflows."""
+    return ((logits - best[:, None]) / temperature.float()).exp()
+
+
 def _reranked(
-    logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float], short: Sequence[bool]
+    logits: Any, best: Any, choices: Sequence[Choice], draws: Sequence[float], most: int, short: Sequence[bool]
 ) -> list[int]:
     """The same, where `short` rows need a longer ranking."""
     found = [0] * len(choices)
     for wide in (False, True):
         part = [at for at, it in enumerate(short) if it is wide]
         if part:
-            most = logits.shape[-1] if wide else CANDIDATES
-            some = _among_ranked(
-                logits[part], best[part], [choices[at] for at in part], [draws[at] for at in part], most
-            )
-            for at, token in zip(part, some, strict=True):
+            given = logits[part], best[part], [choices[at] for at in part], [draws[at] for at in part]
+            tokens = _among_ranked(*given, logits.shape[-1] if wide else most)
+            for at, token in zip(part, tokens, strict=True):
                 found[at] = token
     return found
 
 
-def _flags(logits: Any, values: Sequence[bool]) -> Any:
-    return torch.tensor(values, device=logits.device)
-
-
-def _walk(weights: Any, draws: Sequence[float]) -> Any:
-    """In each row of `weights` (float64), the first entry at which the running sum passes its draw x the total."""
+def _walk(weights: Any, draw: Any) -> Any:
+    """The first entry [rows, 1] of each row of `weights` (float64) at which the running sum passes draw x the total."""
     reached = weights.cumsum(-1)
-    marks = torch.tensor(draws, dtype=torch.double, device=weights.device) * reached[:, -1]
-    found = torch.searchsorted(reached, marks[:, None], right=True)[:, 0]
+    found = torch.searchsorted(reached, draw * reached[:, -1:], right=True)
     return found.clamp(max=weights.shape[-1] - 1)
+
+
+_WAYS = (  # by a row's own wishes alone, so that its neighbours do not decide how much of it is ranked
+    (_among_all, lambda choice: not choice.top_k and choice.top_p >= 1.0),
+    (_among_few, lambda choice: 0 < choice.top_k <= FEW),
+    (_among_many, lambda choice: choice.top_k > FEW or (not choice.top_k and choice.top_p < 1.0)),
+)
 
 
 # ---------------------------------------------------------------- logprobs
