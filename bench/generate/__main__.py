@@ -1,0 +1,217 @@
+"""headway's generation against other ways of running the same model, in turns on the same machine and threads.
+
+    python -m headway.bench.generate [--concurrency 1,16] [--threads 2] [--vllm VENV] [--hfserve VENV]
+
+Every way runs the same requests at each concurrency, in an order that turns round with each round; medians over rounds.
+Then the cost of a step outside the model, and what a long prompt does to streams. docs/engines.md says more. The exit
+code is 1 if a target is missed.
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from headway.bench.generate import report, steps, ways
+from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, STATIC, VLLM, Found
+from headway.bench.generate.work import Answer, Work, make
+from headway.scheduler.config import ConfigError
+
+HFSERVE = "transformers serve"
+SOLO_SHARE = 4  # one at a time runs one in so many of the requests: its speed does not depend on how many
+PEERS = Path.home() / ".cache" / "headway-peers" / "venvs"  # where other servers are looked for
+LONG_PROMPT = 4000
+WIDTH_PIPED = 160  # columns where there is no terminal to ask
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+def _range(text: str) -> tuple[int, int]:
+    low, _, high = text.partition(":")
+    try:
+        found = (int(low), int(high or low))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not two numbers, as in 20:200") from None
+    if not 1 <= found[0] <= found[1]:
+        raise typer.BadParameter(f"{text!r}: the first number is at least 1 and not above the second")
+    return found
+
+
+def _levels(text: str) -> list[int]:
+    try:
+        levels = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers, as in 1,16") from None
+    if not all(1 <= level <= 64 for level in levels):
+        raise typer.BadParameter("each concurrency is from 1 to 64")
+    return levels
+
+
+@app.command(help=(__doc__ or "").split("\n\n")[0])
+def main(
+    concurrency: Annotated[str, typer.Option(help="requests in flight, 1 to 64, with commas")] = "16",
+    requests: Annotated[int, typer.Option(min=4, help="requests of each run")] = 32,
+    prompt: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of a prompt, up to 2048")] = "20:200",
+    output: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of an answer")] = "16:96",
+    rounds: Annotated[int, typer.Option(min=1, help="runs of each way")] = 3,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads each way may compute with")] = os.cpu_count() or 1,
+    workers: Annotated[int, typer.Option(min=1, help="headway's worker processes, which share the threads")] = 1,
+    model: Annotated[str, typer.Option(help="a folder; empty: the packaged SmolLM2-135M")] = "",
+    only: Annotated[str, typer.Option(help="ways to run, with commas; empty: all that are there")] = "",
+    vllm: Annotated[Path, typer.Option(envvar="HEADWAY_VLLM_VENV", help="a venv with vLLM's CPU build")] = PEERS
+    / "vllm",
+    hfserve: Annotated[
+        Path, typer.Option(envvar="HEADWAY_HFSERVE_VENV", help="a venv with transformers[serving]")
+    ] = PEERS / "hfserve",
+    seed: Annotated[int, typer.Option(help="of the requests")] = 11,
+    extras: Annotated[bool, typer.Option(help="also the cost of a step and the long prompt")] = True,
+    json: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.json"),
+    plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.png"),
+) -> None:
+    levels, prompts, outputs = _levels(concurrency), _range(prompt), _range(output)
+    if threads % workers:
+        raise typer.BadParameter(f"--threads {threads} does not divide among --workers {workers}")
+    console = Console(width=None if sys.stdout.isatty() else WIDTH_PIPED)
+    folder = _folder(model)
+    work = make(folder, requests, prompts, outputs, seed)
+    found = Found()
+    with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
+        bench = _Bench(folder, work, max(levels), threads, workers, stack)
+        makers = bench.makers(vllm, hfserve, {name.strip() for name in only.split(",") if name.strip()})
+        up = list(_started(makers, found, progress, stack))
+        task = progress.add_task("measuring", total=rounds * len(levels) * len(up))
+        alone: list[Answer] = []
+        for number in range(rounds):
+            for level in levels:
+                for way in up if number % 2 else up[::-1]:
+                    share = work[: -(-requests // SOLO_SHARE)] if way.name == SOLO else work
+                    progress.update(task, description=f"round {number + 1}, {level} running: {way.name}")
+                    run, answers = ways.measure(way, share, 1 if way.name == SOLO else level, threads)
+                    found.runs.append(msgspec.structs.replace(run, concurrency=level))
+                    if way.name == SOLO:
+                        alone = answers
+                    elif way.name == OURS and alone:
+                        found.same = _same(found.same, answers, alone)
+                    progress.advance(task)
+        if extras:
+            progress.update(task, description="a long prompt among streams")
+            found.long_prompt = bench.long_prompt()
+    if extras:
+        found.overhead = _overhead(folder, threads // workers)
+    report.show(found, console)
+    settings = {"threads": threads, "workers": workers, "requests": requests, "seed": seed, "rounds": rounds}
+    json.write_bytes(report.as_json(found, settings | {"prompt": prompts, "output": outputs, "model": str(folder)}))
+    console.print(f"written: {json}")
+    try:
+        report.draw(plot, found)
+        console.print(f"written: {plot}")
+    except ConfigError as error:
+        console.print(f"no plot: {error}")
+    raise typer.Exit(0 if all(aim.met for aim in report.targets(found)) else 1)
+
+
+class _Bench:
+    """How to start each way for this work."""
+
+    def __init__(
+        self, folder: Path, work: Sequence[Work], most: int, threads: int, workers: int, stack: ExitStack
+    ) -> None:
+        self._folder, self._work, self._most = folder, work, most
+        self._threads, self._workers, self._stack = threads, workers, stack
+        config = msgspec.json.decode((folder / "config.json").read_bytes())
+        self._context = int(config.get("max_position_embeddings") or LONG_PROMPT)
+        self._plain: subprocess.Popen[bytes] | None = None
+
+    def makers(self, vllm: Path, hfserve: Path, only: set[str]) -> dict[str, Callable[[], ways.Way]]:
+        longest = max(len(one.ids) + one.new for one in self._work)
+        all_ways: dict[str, Callable[[], ways.Way]] = {
+            OURS: lambda: self._headway(self._most, longest),
+            SOLO: lambda: ways.Plain(SOLO, "solo", self._shared()),
+            STATIC: lambda: ways.Plain(STATIC, "static", self._shared()),
+            CONTINUOUS: lambda: ways.Plain(CONTINUOUS, "continuous", self._shared()),
+            HFSERVE: lambda: ways.transformers_serve(hfserve, self._endless(), self._threads),
+            VLLM: lambda: ways.vllm(vllm, self._folder, self._threads, self._most, max(1024, longest)),
+        }
+        if unknown := only - set(all_ways):
+            raise typer.BadParameter(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(all_ways)}")
+        return {name: maker for name, maker in all_ways.items() if not only or name in only}
+
+    def _headway(self, concurrency: int, longest: int) -> ways.Headway:
+        text = msgspec.json.decode((self._folder / "config.json").read_bytes())
+        heads = text.get("num_key_value_heads") or text["num_attention_heads"]
+        width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
+        token_bytes = 2 * 4 * text["num_hidden_layers"] * heads * width
+        kv_mib = int(ways.KV_BYTES_SPARE * token_bytes * longest * concurrency) // (1 << 20) + 16
+        return ways.Headway(self._folder, self._workers, self._threads // self._workers, concurrency, kv_mib)
+
+    def _shared(self) -> "subprocess.Popen[bytes]":
+        if self._plain is None:
+            self._plain = ways.start_plain(self._folder, self._threads)
+            self._stack.callback(ways.stop, self._plain)
+        return self._plain
+
+    def _endless(self) -> Path:
+        return ways.endless(self._folder, Path(self._stack.enter_context(tempfile.TemporaryDirectory())))
+
+    def long_prompt(self) -> steps.LongPrompt:
+        """A server of its own, of one worker, so that all streams and the prompt meet in one engine."""
+        self._workers, before = 1, self._workers
+        room = self._context - 8
+        prompt = make(self._folder, 1, (min(LONG_PROMPT, room),) * 2, (4, 4), 7)[0]
+        tokens = min(steps.STREAM_TOKENS, room - steps.STREAM_PROMPT)
+        streams = make(self._folder, steps.STREAMS, (steps.STREAM_PROMPT,) * 2, (tokens, tokens), 8)
+        way = self._headway(steps.STREAMS + 1, len(prompt.ids) // 4 + tokens + steps.STREAM_PROMPT)
+        try:
+            return steps.long_prompt(way, streams, prompt)
+        finally:
+            self._workers = before
+            ways.stop(way.process)
+
+
+def _started(
+    makers: dict[str, Callable[[], ways.Way]], found: Found, progress: Progress, stack: ExitStack
+) -> Iterator[ways.Way]:
+    task = progress.add_task("starting", total=len(makers))
+    for name, maker in makers.items():
+        progress.update(task, description=f"starting {name}")
+        try:
+            way = maker()
+        except ways.CannotStartError as error:
+            found.skipped[name] = str(error)
+        else:
+            stack.callback(ways.stop, way.process)
+            yield way
+        progress.advance(task)
+
+
+def _overhead(folder: Path, threads: int) -> steps.Overhead:
+    """In a process of its own, which holds the model."""
+    command = [sys.executable, "-m", "headway.bench.generate.steps", str(folder), str(threads), str(report.AT)]
+    out = subprocess.run(command, env=ways.thread_environment(threads), stdout=subprocess.PIPE, check=True).stdout
+    return msgspec.json.decode(out.splitlines()[-1], type=steps.Overhead)
+
+
+def _same(before: tuple[int, int], ours: Sequence[Answer], alone: Sequence[Answer]) -> tuple[int, int]:
+    equal = sum(one.tokens == other.tokens for one, other in zip(ours, alone, strict=False))
+    return before[0] + equal, before[1] + len(alone)
+
+
+def _folder(model: str) -> Path:
+    if model:
+        return Path(model).expanduser()
+    from headway.workers.packaged import smollm2
+
+    return smollm2()
+
+
+if __name__ == "__main__":
+    app()
