@@ -17,9 +17,11 @@ from msgspec import Meta, Raw, Struct
 from headway.scheduler.wire import Params
 
 LINK = 1
+COUNTS_MAX = 512  # of one report of experts: it stays within a kilobyte
 LINK_BYTES_MAX = 256 << 20  # what a worker may send at once: results of a batch, or a tokenizer
 
 assert array("I").itemsize == 4
+assert array("H").itemsize == 2
 NOTHING = Raw(b"\xc0")  # nil; a field of type `Raw | None` would decode nothing else
 _SWAP = sys.byteorder == "big"
 
@@ -47,6 +49,16 @@ def pack_floats(values: Iterable[float]) -> bytes:
 def unpack_floats(data: bytes) -> list[float]:
     """The numbers in `data`; its length must be a multiple of 4."""
     return _unpack(array("f"), data)
+
+
+def pack_counts(counts: Iterable[int]) -> bytes:
+    """Counts as little-endian uint16."""
+    return _pack(array("H", counts))
+
+
+def unpack_counts(data: bytes) -> list[int]:
+    """The counts in `data`; its length must be a multiple of 2."""
+    return _unpack(array("H"), data)
 
 
 def pack_logprobs(chosen: Iterable[float], top_ids: Iterable[int], top: Iterable[float]) -> bytes:
@@ -92,6 +104,42 @@ class Tokenizer(Struct, frozen=True, array_like=True):
     special: dict[str, str] = {}
 
 
+class Experts(Struct, frozen=True, array_like=True):
+    """How a model routes its tokens, and what its workers report of it.
+
+    `layers` of them route, each to `top_k` of `experts` (and `shared`, to which every token goes); in the `sampled`
+    layers tokens are counted in `groups`: `devices`, or, where one device holds all, single experts. `revision`: of the
+    weights; `placement`: of the map from experts to devices. Counts of different ones do not compare.
+    """
+
+    layers: Annotated[int, Meta(ge=1)]
+    sampled: Annotated[list[int], Meta(min_length=1, max_length=COUNTS_MAX)]
+    experts: Annotated[int, Meta(ge=1)]
+    top_k: Annotated[int, Meta(ge=1)]
+    groups: Annotated[int, Meta(ge=1, le=COUNTS_MAX)]
+    devices: Annotated[int, Meta(ge=1)]
+    revision: str = ""
+    placement: int = 0
+    shared: int = 0
+
+
+class Routed(Struct, frozen=True, array_like=True):
+    """Where tokens of one request went: of its prompt (`prompt`), or `tokens` decoded since the last such report.
+
+    `counts`: uint16 [sampled layers, groups], packed; `saturated` if one was larger. `cached`: prompt tokens that are
+    not counted, because they were not computed.
+    """
+
+    batch: int
+    rid: int
+    prompt: bool
+    tokens: Annotated[int, Meta(ge=0)]
+    counts: Annotated[bytes, Meta(max_length=2 * COUNTS_MAX)]
+    saturated: bool = False
+    placement: int = 0
+    cached: Annotated[int, Meta(ge=0)] = 0
+
+
 class Card(Struct, frozen=True, array_like=True):
     """What a worker serves, in its own words.
 
@@ -103,7 +151,7 @@ class Card(Struct, frozen=True, array_like=True):
     run together; an engine that packs, or sorts and cuts a batch itself, leaves it False. `prompts`: what may be put
     before a text to embed, by name; "" is what is put there if none is named. `truncate`: a text that is too long is
     cut rather than refused, unless its request says otherwise. `defaults`: values of wire.Params (names
-    of params.NEUTRAL) for what requests leave out.
+    of params.NEUTRAL) for what requests leave out. `experts`: None if it has none.
     """
 
     name: str
@@ -122,6 +170,7 @@ class Card(Struct, frozen=True, array_like=True):
     defaults: dict[str, float | int] = {}
     prompts: dict[str, str] = {}
     truncate: bool = False
+    experts: Experts | None = None
 
 
 class Item(Struct, frozen=True, array_like=True):
@@ -205,12 +254,15 @@ class Outcome(Struct, frozen=True, array_like=True):
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
-    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, padding included."""
+    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, with padding. The rest is as in Step."""
 
     batch: int
     compute_ns: int
     tokens: int
     outcomes: list[Outcome]
+    routed: list[Routed] = []
+    critical: int = 0
+    active: int = 0
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
@@ -240,7 +292,11 @@ class Row(Struct, frozen=True, array_like=True):
 
 
 class Step(Struct, frozen=True, array_like=True, tag="step"):
-    """One step of an iteration-level engine. `tokens`: computed in it (decode rows + prefill chunk tokens)."""
+    """One step of an iteration-level engine. `tokens`: computed in it (decode rows + prefill chunk tokens).
+
+    Of a mixture of experts: reports that are due (`routed`), and of this step, summed over sampled layers, the tokens
+    of the hottest device (`critical`) and the distinct experts used (`active`, where one device holds all).
+    """
 
     compute_ns: int
     tokens: int
@@ -248,6 +304,9 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     rows: list[Row]
     kv_used: int = 0
     kv_total: int = 0
+    routed: list[Routed] = []
+    critical: int = 0
+    active: int = 0
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):
@@ -267,6 +326,10 @@ def checked(message: FromWorker) -> FromWorker:
                 raise ValueError(
                     f"the embedding of request {outcome.rid} has {len(outcome.embedding)} bytes: no float32"
                 )
+    if type(message) is Done or type(message) is Step:
+        for report in message.routed:
+            if len(report.counts) % 2:
+                raise ValueError(f"the counts of request {report.rid} have {len(report.counts)} bytes: no uint16")
     return message
 
 

@@ -100,6 +100,12 @@ class ModelSpec(Frozen):
         Literal["auto", "float32", "float16", "bfloat16", "int8"],
         Field(description="of the KV cache; auto: the model's own; a lower one must pass a check at start"),
     ] = "auto"
+    expert_devices: Annotated[
+        int, Field(ge=0, le=512, description="devices that share a mixture of experts; 0: as the model was loaded")
+    ] = 0
+    expert_placement: Annotated[
+        str, Field(description="JSON file of which experts lie where, replicas too; empty: equal runs on each device")
+    ] = ""
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
     sampling_defaults: Annotated[
         Literal["neutral", "model"],

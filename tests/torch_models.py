@@ -64,6 +64,10 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_oss": ("GptOss", EXPERTS | {"num_local_experts": 8, "sliding_window": 16}),
     "deepseek_v3": ("DeepseekV3", MLA),
 }
+ROUTING: dict[str, tuple[str, dict[str, Any]]] = {  # further families with experts, for what is about experts only
+    "olmoe": ("Olmoe", EXPERTS | {"num_experts": 8}),
+    "mixtral": ("Mixtral", EXPERTS | {"num_local_experts": 8}),
+}
 DENSE = ("llama", "qwen3", "gpt2", "mistral")
 
 Wanted = tuple[Sequence[int], Params]
@@ -71,7 +75,7 @@ Wanted = tuple[Sequence[int], Params]
 
 def model(name: str, **changes: Any) -> Any:
     """A new model, the same one each time; its weights are large enough for varied answers."""
-    family, config = CONFIGS[name]
+    family, config = (CONFIGS | ROUTING)[name]
     torch.set_num_threads(1)
     torch.manual_seed(0)
     head = "LMHeadModel" if family == "GPT2" else "ForCausalLM"

@@ -14,6 +14,9 @@ import torch
 import transformers
 
 from headway.bench.experts.routings import Routings, routed
+from headway.scheduler import clock
+from headway.workers.generate.routers import find_routers
+from headway.workers.generate.routing import Share, watch
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +92,9 @@ def planted_model(family: str, *, seed: int = 0, **changes: Any) -> Any:
 
 def routers(model: Any) -> list[Any]:
     """The router modules, in layer order."""
-    return [module for module in model.modules() if type(module).__name__.endswith("Router")]
+    found = find_routers(model)
+    assert found is not None
+    return list(found.modules)
 
 
 def documents(count: int, *, seed: int, vocabulary: int = VOCABULARY) -> list[tuple[npt.NDArray[np.int64], int]]:
@@ -120,3 +125,23 @@ def planted_routings(family: str, *, train: int = 350, test: int = 150, seed: in
     for hook in hooks:
         hook.remove()
     return Routings(f"planted {family}", requests[:train], requests[train:], TOPICS)
+
+
+def hook_share(rows: int = 16, steps: int = 40) -> float:
+    """Share of a decode step's CPU time that counting and reporting its routing takes, on a mid-sized model."""
+    model = planted_model("qwen3_moe", hidden_size=512, moe_intermediate_size=256, num_hidden_layers=12, head_dim=64)
+    telemetry = watch(model, torch.device("cpu"), devices=TOPICS)
+    assert telemetry is not None
+    ids = torch.randint(0, VOCABULARY, (1, rows))
+    keys = [(1, row) for row in range(rows)]
+    forward = counting = 0
+    with torch.inference_mode():
+        for step in range(steps):
+            started = clock.cpu_ns()
+            model(ids, use_cache=False, logits_to_keep=1)
+            ran = clock.cpu_ns()
+            telemetry.count([Share(key, 10 + step, 1, 10) for key in keys])
+            telemetry.take(keys)
+            forward += ran - started
+            counting += clock.cpu_ns() - ran
+    return counting / (forward + counting)

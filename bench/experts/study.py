@@ -265,7 +265,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not folder:
         console.print("no recordings: shared/traces/moe is not there (--recorded)")
     if args.planted:
-        from headway.bench.experts.planted import FAMILIES, planted_routings
+        from headway.bench.experts.planted import FAMILIES, hook_share, planted_routings
+
+        aims.append(Target("telemetry's share of a decode step", hook_share(), 0.02))
 
         for family in FAMILIES:
             found = measure(planted_routings(family), args.seeds, args.requests, only_composition=True)

@@ -11,6 +11,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -26,6 +27,7 @@ from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
 from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
+from headway.workers.generate.routing import Share, placement_of, watch
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choice_of, choose
 from headway.workers.load import Loaded
@@ -49,6 +51,7 @@ class GenerateEngine:
         self._spec = spec
         self._rng = rng or random.Random()
         started = clock.now_ns()
+        self._routing = watch(loaded.model, loaded.device, **placement_of(spec))  # of the model as it came
         self._runner = Runner(loaded, spec.attention)
         self._page_tokens = spec.page_tokens
         self._room = room_of(spec, loaded, self._runner)
@@ -146,6 +149,7 @@ class GenerateEngine:
             rows=rows,
             kv_used=self._pages.used * self._page_tokens,
             kv_total=self._pages.total * self._page_tokens,
+            **self._routed(),
         )
         return [step, *(Failed(one.batch, one.code, one.message, one.rids, spent) for one in failures)]
 
@@ -257,6 +261,8 @@ class GenerateEngine:
         spans = [request.span(count) for request, count in shares]
         rows = next((at for at, (request, _) in enumerate(shares) if request.pending > 1), len(shares))
         logits = self._runner.run(self._runner.plan(spans[:rows], spans[rows:], self._page_tokens), self._cache)
+        if self._routing is not None:
+            self._routing.count([_part(request, span) for (request, _), span in zip(shares, spans, strict=True)])
         ready = _ready(shares, spans)
         if not ready:
             return []
@@ -281,6 +287,13 @@ class GenerateEngine:
             if ending:
                 self._release(request)
         return self._fail(broken, "engine_error", "the model computed logits that are not finite")
+
+    def _routed(self) -> dict[str, Any]:
+        """What the step's report says of experts; nothing for a model without any."""
+        routing = self._routing
+        if routing is None:
+            return {}
+        return {"routed": routing.take(self._live), "critical": routing.critical, "active": routing.active}
 
     def _fail(self, requests: Iterable[Request], code: str, message: str) -> list[Failed]:
         rids: dict[int, list[int]] = {}
@@ -311,11 +324,16 @@ class GenerateEngine:
             tokenizer=loaded.tokenizer,
             facts=facts,
             defaults=loaded.defaults,
+            experts=self._routing.card if self._routing is not None else None,
         )
 
 
 def _shortest_first(reading: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
     return [(request, budget) for request in sorted(reading, key=lambda request: request.pending)]
+
+
+def _part(request: Request, span: Span) -> Share:
+    return Share(request.key, span.start, len(span.ids), request.input_tokens)
 
 
 def _ready(shares: Sequence[tuple[Request, int]], spans: Sequence[Span]) -> list[Request]:
