@@ -308,6 +308,7 @@ class Runtime:
             row = self.crew.rows[(batch, rid)].popleft()
             if flight is None:
                 continue
+            self.counters["first_tokens"] += not flight.out
             try:
                 complete = flight.push(row, now_ns)
             except Exception as error:  # tokens that the tokenizer cannot read: this request's trouble only

@@ -161,3 +161,44 @@ def test_a_refusal_names_the_field_and_the_limit(server: Live, params: dict[str,
     assert (error["code"], error["field"]) == ("invalid_request", field)
     assert words in error["message"]
     assert ask(server)["text"] == TEXT
+
+
+# ---------------------------------------------------------------- counting
+
+
+def test_every_request_is_counted_once_and_so_is_every_first_token() -> None:
+    """Finished, failed, cancelled before and after its first token, too late: the books agree with what was told."""
+    with live(echo("stream", mode="iteration", fixed_ms=1, fail_on="bad", max_num_seqs=1)) as server:
+        client = server.client()
+
+        def send(name: str, text: str, **fields: Any) -> None:
+            client.send(type="generate", id=name, prompt=text, **fields)
+
+        send("long", "x" * 90_000, stream=True, params={"max_new_tokens": 90_000})
+        assert client.receive()["type"] == "delta"  # it runs, and nobody else can
+        for at in range(3):
+            send(f"waiting {at}", "never begun")
+            client.send(type="cancel", id=f"waiting {at}")
+            assert client.ending(f"waiting {at}")["code"] == "cancelled"
+            send(f"late {at}", "x", deadline_ms=0)
+            assert client.ending(f"late {at}")["code"] == "deadline_exceeded"
+        send("held", "x", deadline_ms=30)
+        assert client.ending("held")["code"] in ("deadline_exceeded", "deadline_unreachable")
+        client.send(type="cancel", id="long")
+        partial = client.ending("long")["partial"]
+        assert 0 < len(partial["token_ids"]) < 90_000
+        for at in range(12):
+            send(f"good {at}", "abc", params={"min_tokens": at % 4, "stop": ["b"]})
+        for at in range(3):
+            send(f"bad {at}", "bad")
+            assert client.ending(f"bad {at}")["code"] == "engine_error"
+        for at in range(12):
+            usage = client.ending(f"good {at}")["usage"]
+            assert usage == {"prompt_tokens": 3, "completion_tokens": 2 if at % 4 < 2 else 3}
+        counters = client.status()["counters"]
+    told = {name: count for name, count in counters.items() if name.startswith(("ended.", "refused."))}
+    assert sum(told.values()) == 1 + 3 + 3 + 1 + 12 + 3
+    assert told["ended.ok"] == 12
+    assert told["ended.engine_error"] == 3
+    assert told["ended.cancelled"] == 4
+    assert counters["first_tokens"] == 12 + 1
