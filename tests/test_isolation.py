@@ -18,22 +18,6 @@ from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
 
-def poison(subject: GenerateEngine) -> None:
-    """Fill the whole pool with NaN now, and every page again when it is given back."""
-    stores = [*subject._cache.keys.values(), *subject._cache.values.values()]
-    for store in stores:
-        store.fill_(float("nan"))
-    give = subject._pages.give
-
-    def give_poisoned(pages: Any) -> None:
-        for page in pages:
-            for store in stores:
-                store[page * subject._page_tokens : (page + 1) * subject._page_tokens] = float("nan")
-        give(pages)
-
-    subject._pages.give = give_poisoned  # type: ignore[method-assign]
-
-
 def traced(
     monkeypatch: pytest.MonkeyPatch, subject: GenerateEngine, wanted: list[tiny.Wanted]
 ) -> tuple[tiny.Answers, dict[int, list[Any]]]:
@@ -61,7 +45,7 @@ def test_a_pool_full_of_nan_changes_nothing(name: str, monkeypatch: pytest.Monke
     wanted = tiny.requests()
     _, clean = traced(monkeypatch, tiny.engine(name), wanted)
     subject = tiny.engine(name)
-    poison(subject)
+    tiny.poison(subject)
     answers, dirty = traced(monkeypatch, subject, wanted)
     assert all(same_bits(clean, dirty, rid) for rid in range(len(wanted)))
     for rid, (ids, params) in enumerate(wanted):
@@ -83,7 +67,7 @@ def test_changing_one_request_leaves_the_others_logits_bit_equal(name: str, monk
 def test_the_proof_can_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     """Give two requests one page: NaN or a neighbour's text must reach an answer."""
     subject = tiny.engine()
-    poison(subject)
+    tiny.poison(subject)
     take = subject._pages.take
     monkeypatch.setattr(subject._pages, "take", lambda count: [0] * count if count > 1 else take(count))
     monkeypatch.setattr(subject._pages, "give", lambda _: None)
@@ -103,8 +87,8 @@ def test_any_arrival_order_and_chunking_gives_the_same_tokens(seed: int) -> None
     subject = tiny.engine(
         step_tokens=rng.randint(1, 60), page_tokens=rng.choice([1, 4, 16]), max_num_seqs=rng.randint(1, 8)
     )
-    squeeze(subject, tokens=160)
-    poison(subject)
+    tiny.squeeze(subject, tokens=160)
+    tiny.poison(subject)
     order = list(range(len(wanted)))
     rng.shuffle(order)
     answers = tiny.Answers()
@@ -127,8 +111,3 @@ def test_any_arrival_order_and_chunking_gives_the_same_tokens(seed: int) -> None
         assert answers.tokens[rid] == expected, f"request {rid}, seed {seed}"
     assert not answers.failed
     assert subject._pages.used == 0
-
-
-def squeeze(subject: GenerateEngine, tokens: int) -> None:
-    """Leave only `tokens` worth of pages."""
-    subject._pages = engine_module.Pages(tokens // subject._page_tokens)

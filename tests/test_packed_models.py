@@ -37,7 +37,7 @@ def test_a_model_whose_packed_logits_differ_is_refused(monkeypatch: pytest.Monke
         return forward(ids, position_ids=moved, cache=cache, logits_to_keep=logits_to_keep, **rest)
 
     monkeypatch.setattr(made, "forward", shifted)
-    with pytest.raises(LoadError, match="packed logits differ from its own"):
+    with pytest.raises(LoadError, match="cannot be run packed: computed so, its logits differ from its own"):
         GenerateEngine(ModelSpec(), tiny.loaded(made))
 
 

@@ -14,6 +14,7 @@ from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.generate.engine import GenerateEngine
 from headway.workers.generate.pace import Pace
+from headway.workers.generate.pages import Pages
 from headway.workers.load import Loaded
 
 VOCAB = 512
@@ -229,3 +230,24 @@ def expect_solo(answers: Answers, wanted: Sequence[Wanted], name: str = "llama")
     for rid, (ids, params) in enumerate(wanted):
         assert answers.tokens[rid] == solo(name, ids, params.max_new_tokens), f"request {rid}"
         assert answers.rows[rid].finish == "length"
+
+
+def poison(subject: GenerateEngine) -> None:
+    """Fill the whole pool with NaN now, and every page again when it is given back."""
+    stores = [*subject._cache.keys.values(), *subject._cache.values.values()]
+    for store in stores:
+        store.fill_(float("nan"))
+    give = subject._pages.give
+
+    def give_poisoned(pages: Any) -> None:
+        for page in pages:
+            for store in stores:
+                store[page * subject._page_tokens : (page + 1) * subject._page_tokens] = float("nan")
+        give(pages)
+
+    subject._pages.give = give_poisoned  # type: ignore[method-assign]
+
+
+def squeeze(subject: GenerateEngine, tokens: int) -> None:
+    """Leave only `tokens` worth of pages."""
+    subject._pages = Pages(tokens // subject._page_tokens)

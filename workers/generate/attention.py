@@ -1,11 +1,13 @@
 """Attention over a packed step: each request attends to its own slots and nothing else.
 
 Registered with Transformers under NAME. A name without a mask function makes models build no mask at all; what a token
-may see is decided here, from the plan that travels as a keyword argument of the forward. Three ways of computing the
-same thing: FlashAttention-2 varlen, SDPA (decode rows as one rectangle, chunks one by one), and plain matrix products
-for what neither can express (attention sinks, soft-capped scores) or where `eager` was asked for.
+may see is decided here, from the plan of the step that runs (`planned`: a context variable, because some models pass
+nothing on to their attention). Three ways of computing the same thing: FlashAttention-2 varlen, SDPA (decode rows as
+one rectangle, chunks one by one), and plain matrix products for what neither can express (attention sinks, soft-capped
+scores) or where `eager` was asked for. A layer that asks for anything else is refused: it would be left out in silence.
 """
 
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,13 +15,19 @@ import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
 from headway.workers.generate.plan import Plan
+from headway.workers.generate.probe import CannotError
 
 NAME = "headway_packed"
 FLASH_NAME = "headway_packed_varlen"  # a name with "flash" in it is taken for a kernel of the hub
 EAGER_NAME = "headway_packed_eager"
 
+HONOURED = {"sliding_window", "s_aux", "softcap"}  # what a layer may ask for beside a scale
+HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"}  # says nothing here
 
-class PackingError(RuntimeError):
+planned: ContextVar[Plan | None] = ContextVar("planned", default=None)  # set by whoever runs a forward
+
+
+class PackingError(CannotError):
     """The model asks of attention what the packed form cannot give."""
 
 
@@ -30,14 +38,13 @@ def packed_sdpa(
     value: Any,
     attention_mask: Any,
     scaling: float | None = None,
-    packed: Plan | None = None,
     **features: Any,
 ) -> tuple[Any, None]:
     """`query` [1, heads, T, width], `key` and `value` [1, groups, slots read, width] -> [1, T, heads, value width].
 
-    `features`: what a layer may ask for beside: sliding_window, s_aux (sinks), softcap. Raises PackingError.
+    `features`: what a layer asks for beside (HONOURED; s_aux are sinks). Raises PackingError.
     """
-    plan = _checked(packed, attention_mask, features)
+    plan = _checked(attention_mask, features)
     sinks, softcap = features.get("s_aux"), features.get("softcap")
     compute = _sdpa if sinks is None and not softcap else _plain(sinks, softcap)
     return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
@@ -50,11 +57,10 @@ def packed_eager(
     value: Any,
     attention_mask: Any,
     scaling: float | None = None,
-    packed: Plan | None = None,
     **features: Any,
 ) -> tuple[Any, None]:
     """As `packed_sdpa`, in plain matrix products."""
-    plan = _checked(packed, attention_mask, features)
+    plan = _checked(attention_mask, features)
     compute = _plain(features.get("s_aux"), features.get("softcap"))
     return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
 
@@ -66,13 +72,12 @@ def packed_flash(
     value: Any,
     attention_mask: Any,
     scaling: float | None = None,
-    packed: Plan | None = None,
     **features: Any,
 ) -> tuple[Any, None]:
     """As `packed_sdpa`, by FlashAttention-2's varlen kernel: one call for decode rows and chunks together."""
     from flash_attn import flash_attn_varlen_func
 
-    plan = _checked(packed, attention_mask, features)
+    plan = _checked(attention_mask, features)
     if features.get("s_aux") is not None:
         raise PackingError("FlashAttention-2 has no attention sinks; ask for attention: sdpa")
     width, window = value.shape[-1], features.get("sliding_window")
@@ -101,11 +106,14 @@ def register() -> None:
     AttentionInterface.register(FLASH_NAME, packed_flash)
 
 
-def _checked(plan: Plan | None, attention_mask: Any, features: dict[str, Any]) -> Plan:
+def _checked(attention_mask: Any, features: dict[str, Any]) -> Plan:
+    plan = planned.get()
     if plan is None:
-        raise PackingError("the model does not pass keyword arguments on to its attention")
+        raise PackingError("no step is planned: the model was run by someone else")
     if attention_mask is not None or features.get("position_bias") is not None:
         raise PackingError("the model brings a mask or a bias of its own (such as ALiBi)")
+    if unknown := {name for name, value in features.items() if value is not None} - HONOURED - HARMLESS:
+        raise PackingError(f"its attention asks for {', '.join(sorted(unknown))}, which the packed form does not know")
     plan.layers += 1
     return plan
 

@@ -1,9 +1,9 @@
 """A Transformers model made to run plans, after it has shown that it answers as before.
 
-The model's own forward is the reference: a short probe is computed once as the model came, and again packed, in
-pieces, through pages. If the two disagree, or the model does not go through the registered attention at all, it is
-refused here, at start, rather than served wrongly. The same runs teach the size of a token in the cache and the first
-cost estimate.
+The model's own forward is the reference (`probe`): two short texts are computed as the model came, and again packed,
+side by side, in pieces, through pages. If the two disagree, or the model does not go through the registered attention
+at all, it is refused here, at start, rather than served wrongly. The same runs teach the size of a token in the cache
+and the first cost estimate.
 """
 
 import importlib.util
@@ -18,6 +18,7 @@ from headway.scheduler import clock
 from headway.workers.generate import attention
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan, Span
+from headway.workers.generate.probe import Probe, check_kept, probes, reason
 from headway.workers.generate.weights import PackedWeights
 from headway.workers.load import Loaded
 from headway.workers.packaged import LoadError
@@ -29,18 +30,19 @@ NAMES = {
     "eager": attention.EAGER_NAME,
     "flash_attention_2": attention.FLASH_NAME,
 }
-PROBE_TOKENS = 12  # read in three steps; long enough for a wrong mask or position to show
 PROBE_PAGE = 4
-EXACT_ERROR = 1e-3  # float32: of the largest logit; rounding stays 100x below, a wrong mask far above
-HALF_LIKENESS = 0.95  # half precision: cosine of the logits; rounding in deep models reaches 0.99
 WARM_ROWS, WARM_TOKENS = 8, 64  # the two larger steps that are timed beside a step of one token
+
+
+class NotPackableError(LoadError):
+    """This model cannot be run packed, for the reason it gives; another way of running may still serve it."""
 
 
 class Runner:
     """Runs plans on `loaded.model`. `attention` is the kind that is active, as checked.
 
     `asked`: auto, or a key of NAMES. Auto takes FlashAttention-2 where it is installed, on CUDA and in half precision,
-    and SDPA otherwise. Raises LoadError if the model cannot be run packed, saying why.
+    and SDPA otherwise. Raises NotPackableError if the model cannot be run packed; it is then as it was.
     """
 
     def __init__(self, loaded: Loaded, asked: str = "auto") -> None:
@@ -50,11 +52,10 @@ class Runner:
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps = "logits_to_keep" in parameters
         attention.register()
-        ids = [(index * 7919 + 1) % loaded.vocab_size for index in range(PROBE_TOKENS)]
-        ids = ids[: loaded.context_tokens or PROBE_TOKENS]
-        expected = self._stock(ids, loaded.source)
-        self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded), ids, expected, loaded)
-        self.weights = self._packed_weights(ids, expected)
+        check_kept(loaded)
+        checks = probes(loaded)
+        self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded), checks, loaded)
+        self.weights = self._packed_weights(checks)
 
     def __repr__(self) -> str:
         return f"<Runner {type(self.model).__name__}, packed {self.attention}>"
@@ -69,10 +70,14 @@ class Runner:
     def run(self, plan: Plan, cache: PagedCache) -> Any:
         """One forward: logits [rows that end here, vocabulary], in the plan's order."""
         cache.plan = plan
-        options: dict[str, Any] = {self._cache_name: cache, "use_cache": True, "packed": plan}
+        options: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._keeps:
             options["logits_to_keep"] = plan.lasts if len(plan.lasts) else 1
-        logits = self.model(plan.ids, position_ids=plan.positions, **options).logits[0]
+        token = attention.planned.set(plan)
+        try:
+            logits = self.model(plan.ids, position_ids=plan.positions, **options).logits[0]
+        finally:
+            attention.planned.reset(token)
         if not len(plan.lasts):
             return logits[:0]
         return logits if self._keeps else logits[plan.lasts]
@@ -99,56 +104,60 @@ class Runner:
             times.append(clock.now_ns() - started)
         return min(times)
 
-    def _stock(self, ids: list[int], source: str) -> Any:
-        """The logits [tokens, vocabulary] of the model as it came."""
-        with torch.inference_mode():
-            logits = self.model(torch.tensor([ids], device=self.device), use_cache=False).logits[0].float()
-        if not torch.isfinite(logits.amax(-1)).all():
-            raise LoadError(f"{source} computes logits that are not finite on a plain probe; try another dtype")
-        return logits
-
     def _first_that_works(
-        self, kinds: Sequence[str], ids: list[int], expected: Any, loaded: Loaded
+        self, kinds: Sequence[str], checks: Sequence[Probe], loaded: Loaded
     ) -> tuple[str, PagedCache]:
+        came_with = self.model.config._attn_implementation
         for kind in kinds:
             try:
                 self.attention = kind
                 self.model.set_attn_implementation(NAMES[kind])
-                return kind, self._verify(ids, expected)
-            except (attention.PackingError, RuntimeError, TypeError, ValueError, AttributeError, KeyError) as error:
+                caches = [self._verify(probe) for probe in checks]
+                return kind, caches[0]
+            except Exception as error:  # a model's own code may raise anything about a cache that it did not expect
+                self.model.set_attn_implementation(came_with)
                 if kind == kinds[-1]:
-                    raise LoadError(f"{loaded.source} cannot be run packed: {error}") from error
-                log.warning("packed %s does not work for this model (%s); trying %s", kind, error, kinds[-1])
+                    raise NotPackableError(f"{loaded.source} cannot be run packed: {reason(error)}") from error
+                log.warning("packed %s does not work for this model (%s); trying %s", kind, reason(error), kinds[-1])
         raise AssertionError("no kind of attention to try")
 
-    def _packed_weights(self, ids: list[int], expected: Any) -> PackedWeights:
+    def _packed_weights(self, checks: Sequence[Probe]) -> PackedWeights:
         """Weights packed for the CPU where that answers as before, else none."""
         weights = PackedWeights(self.model)
         if weights.bytes:
             try:
-                self._verify(ids, expected)
-            except (attention.PackingError, RuntimeError, TypeError) as error:
-                log.warning("weights stay as they came, which is slower: %s", error)
+                self._verify(checks[0])
+            except Exception as error:
+                log.warning("weights stay as they came, which is slower: %s", reason(error))
                 weights.restore()
         weights.release()
         return weights
 
     @torch.inference_mode()
-    def _verify(self, ids: list[int], expected: Any) -> PagedCache:
-        """Compute the probe in three steps, compare, and return the small cache they ran in."""
+    def _verify(self, probe: Probe) -> PagedCache:
+        """Compute both texts side by side in three steps, compare, and return the small cache they ran in."""
         if NAMES[self.attention] != self.model.config._attn_implementation:
             raise attention.PackingError("its class does not go through Transformers' attention interface")
-        count = len(ids)
-        pages = list(range(-(-count // PROBE_PAGE), 0, -1))  # backwards, and without page 0
-        cache = PagedCache((len(pages) + 1) * PROBE_PAGE)
-        for start, end in ((0, count // 2), (count // 2, count - 1), (count - 1, count)):
-            span = Span(ids[start:end], start, pages, last=True)
-            decode, prefill = ([span], []) if len(span.ids) == 1 else ([], [span])
-            plan = self.plan(decode, prefill, PROBE_PAGE)
-            logits = self.run(plan, cache).float()[-1]
-            if plan.layers == 0:
-                raise attention.PackingError("its layers do not call the attention that is set")
-            _compare(logits, expected[end - 1], half=self.model.dtype != torch.float32)
+        held = [-(-len(ids) // PROBE_PAGE) for ids in probe.texts]
+        free = list(range(1, sum(held) + 1))  # handed out backwards, and without page 0
+        pages = [[free.pop() for _ in range(count)] for count in held]
+        cache = PagedCache((sum(held) + 1) * PROBE_PAGE)
+        with probe.applied():
+            for step in range(3):
+                spans = [
+                    (text, Span(ids, start, pages[text], last=True))
+                    for text, (start, ids) in probe.pieces(step).items()
+                ]
+                spans.sort(key=lambda one: len(one[1].ids) > 1)  # one token is a decode row, and rows come first
+                rows = sum(len(span.ids) == 1 for _, span in spans)
+                ordered = [span for _, span in spans]
+                plan = self.plan(ordered[:rows], ordered[rows:], PROBE_PAGE)
+                plan.lasts = torch.arange(plan.tokens, device=self.device)  # every token is compared, not each last one
+                logits = self.run(plan, cache)
+                if plan.layers == 0:
+                    raise attention.PackingError("its layers do not call the attention that is set")
+                for (text, span), made in zip(spans, logits.split([len(span.ids) for _, span in spans]), strict=True):
+                    probe.compare(text, span.start, made)
         return cache
 
 
@@ -166,14 +175,3 @@ def _kinds(asked: str, loaded: Loaded) -> list[str]:
             "(pip install 'headway[flash]'); or set attention: sdpa"
         )
     return [asked]
-
-
-def _compare(logits: Any, expected: Any, *, half: bool) -> None:
-    if half:
-        likeness = float(torch.nn.functional.cosine_similarity(logits, expected, dim=0))
-        good, found = likeness >= HALF_LIKENESS, f"cosine {likeness:.3f}"
-    else:
-        error = float((logits - expected).abs().max() / expected.abs().max().clamp_min(1e-6))
-        good, found = error <= EXACT_ERROR, f"relative error {error:.1e}"
-    if not good:
-        raise attention.PackingError(f"its packed logits differ from its own ({found})")
