@@ -281,12 +281,20 @@ _REQUIRED = object()
 def _get(config: Any, *names: str, default: Any = _REQUIRED) -> Any:
     """The first of these names that the config has and that is not None."""
     for name in names:
-        found = config.get(name) if isinstance(config, Mapping) else getattr(config, name, None)
+        found = config.get(name) if isinstance(config, Mapping) else _attribute(config, name)
         if found is not None:
             return found
     if default is _REQUIRED:
         raise KeyError(f"the config has none of {', '.join(names)}")
     return default
+
+
+def _attribute(config: Any, name: str) -> Any:
+    """`config.name`, or None. Where layers differ in it, which Transformers says by raising, the largest."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return max(getattr(layer, name, 0) or 0 for layer in config.per_layer_config)
 
 
 def size(count: int) -> str:
