@@ -43,7 +43,9 @@ def generated(name: str) -> list[list[int]]:
 def engine(name: str, **spec: Any) -> GenerateEngine:
     settings = {"name": "tiny", "page_tokens": 4, "step_tokens": 20, "max_num_seqs": 4, "kv_mib": 4} | spec
     limits = {"context_tokens": families.PLAIN["max_position_embeddings"], "vocab_size": families.VOCAB}
-    return GenerateEngine(ModelSpec(**settings), tiny.loaded(families.model(name), **limits), random.Random(1))
+    return GenerateEngine(
+        ModelSpec(**settings), tiny.loaded(families.model(name), **limits), random.Random(1), tiny.FullBudget()
+    )
 
 
 def arriving(subject: GenerateEngine, wanted: list[tiny.Wanted], seed: int) -> tiny.Answers:
