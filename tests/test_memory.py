@@ -205,7 +205,7 @@ def test_the_plan_is_what_is_taken_within_a_tenth(name: str) -> None:
     made = tiny.model(name, vocab_size=2048, **wide)
     weights = weight_bytes(made.config, "generate", torch.float32)
     spec = ModelSpec(step_tokens=64, max_num_seqs=4, kv_mib=4, page_tokens=8)
-    subject = GenerateEngine(spec, tiny.loaded(made, vocab_size=2048, weight_bytes=weights))
+    subject = GenerateEngine(spec, tiny.loaded(made, vocab_size=2048, weight_bytes=weights), pace=tiny.FullBudget())
     plan = subject._room.plan
     length = plan.kv_tokens // 4 - 40
     subject.add(1, tiny.items([([at * 7 % 2048 for at in range(length)], Params(max_new_tokens=40))] * 4))
