@@ -148,7 +148,7 @@ class Card(Struct, frozen=True, array_like=True):
     the worker at once. `context_tokens`: input plus output (0: no such limit). `vocab_size` 0: unknown.
     `prior_ns`: a first guess of (fixed, per token, per request) cost, or empty. `facts`: what to show a person
     (device, dtype, attention, ...). `padded`: batches are padded to their longest input, so similar lengths should
-    run together; an engine that packs, or sorts and cuts a batch itself, leaves it False. `prompts`: what may be put
+    run together; an engine that packs leaves it False. `prompts`: what may be put
     before a text to embed, by name; "" is what is put there if none is named. `truncate`: a text that is too long is
     cut rather than refused, unless its request says otherwise. `defaults`: values of wire.Params (names
     of params.NEUTRAL) for what requests leave out. `experts`: None if it has none.

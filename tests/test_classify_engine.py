@@ -318,7 +318,7 @@ def test_a_folder_is_loaded_and_served(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_bytes(pair_tokenizer().data)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     subject = make_engine(ModelSpec(engine="classify", model=str(tmp_path), device="cpu", truncate="cut"))
-    assert (subject.card.name, subject.card.truncate, subject.card.padded) == (tmp_path.name, True, False)
+    assert (subject.card.name, subject.card.truncate, subject.card.padded) == (tmp_path.name, True, True)
     assert subject.card.tokenizer is not None
     (found,) = scores(subject, items([[1, 9, 8, 2]]))
     assert found == pytest.approx(logits(made, [1, 9, 8, 2]).softmax(-1).tolist(), abs=1e-5)

@@ -248,6 +248,7 @@ def engine_of(spec: ModelSpec, kind: str, loaded: Loaded, padded: Padded, facts:
         vocab_size=loaded.vocab_size,
         prior_ns=padded.prior_ns,
         facts=loaded.facts | padded.facts | facts,
+        padded=True,
         truncate=spec.truncate == "cut",
         **said,
     )
