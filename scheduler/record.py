@@ -3,7 +3,7 @@
 Kept for the last RECORDS_MAX batches and shown by `status`. Times are nanoseconds since the scheduler started.
 """
 
-from collections import Counter, deque
+from collections import deque
 from typing import Any
 
 from msgspec import Struct
@@ -68,11 +68,9 @@ class BatchRecord(Struct, eq=False):
 
 
 class Records:
-    """The last batches, and which of them are still running. `counters`: tokens of one-shot batches, as they came and
-    as padding that was computed with them."""
+    """The last batches, and which of them are still running."""
 
     def __init__(self) -> None:
-        self.counters: Counter[str] = Counter()
         self._kept: deque[BatchRecord] = deque(maxlen=RECORDS_MAX)
         self._open: dict[int, BatchRecord] = {}
 
@@ -114,10 +112,8 @@ class Records:
         if record is not None:
             record.compute_ns = compute_ns
             record.ended_ns = at_ns
-            if computed_tokens and record.kind != "call":  # a call's size is in its caller's measure
+            if record.kind != "call":  # a call's size is in its caller's measure
                 record.computed_tokens = computed_tokens
-                self.counters["batch_tokens"] += record.input_tokens
-                self.counters["padding_tokens"] += max(0, computed_tokens - record.input_tokens)
 
     def ended(self, batch: int, at_ns: int) -> None:
         """One of its requests has its ending."""

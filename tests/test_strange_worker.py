@@ -265,6 +265,6 @@ def test_padding_is_counted(tmp_path: Path) -> None:
         worker.say(link.Done(run.batch, 5, 12, [link.Outcome(run.items[0].rid, embedding=link.pack_floats([2.0]))]))
         assert client.ending("1")["type"] == "result"
         status = client.status()
-        assert (status["counters"]["batch_tokens"], status["counters"]["padding_tokens"]) == (5, 7)
+        assert (status["counters"]["tokens.input"], status["counters"]["tokens.computed"]) == (5, 12)
         (batch,) = status["batches"]
         assert (batch["input_tokens"], batch["computed_tokens"]) == (5, 12)
