@@ -39,6 +39,7 @@ COMMANDS = [
     "version",
     "demo",
     "simulate",
+    "plan",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode

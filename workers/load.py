@@ -23,7 +23,7 @@ from headway.workers.device import describe, free_bytes, pick_device, pick_dtype
 from headway.workers.packaged import PACKAGED, LoadError
 from headway.workers.whole import check_whole, dtypes_of
 
-__all__ = ["LoadError", "Loaded", "load_model", "model_file", "weight_bytes"]
+__all__ = ["LoadError", "Loaded", "empty_model", "load_model", "model_file", "weight_bytes"]
 
 log = logging.getLogger("headway.worker")
 
@@ -110,21 +110,28 @@ def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
     return loaded
 
 
-def weight_bytes(config: Any, kind: str, dtype: Any, *, trust_remote_code: bool = False) -> int:
-    """Bytes of a model's parameters and buffers as `dtype`, from its config alone: built without storage and counted.
-
-    0 if its class cannot be built so (some remote code), or its weights are quantised and their size is the file's.
-    """
-    if getattr(config, "quantization_config", None):
-        return 0
+def empty_model(config: Any, kind: str, dtype: Any, *, trust_remote_code: bool = False) -> Any:
+    """The model of a config, built without storage; None if its class cannot be built so (some remote code)."""
     try:
         with torch.device("meta"):
             loader = getattr(transformers, CLASSES[kind])
-            empty = loader.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
+            return loader.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=trust_remote_code)
     except Exception as error:  # whatever a model's own code raises: then only loading tells
         log.info("the size of the weights is not known before loading: %s", error)
+        return None
+
+
+def weight_bytes(config: Any, kind: str, dtype: Any, *, trust_remote_code: bool = False) -> int:
+    """Bytes of a model's parameters and buffers as `dtype`, from its config alone.
+
+    0 if it is not known before loading, or if its weights are quantised and their size is the file's.
+    """
+    if getattr(config, "quantization_config", None):
         return 0
-    return sum(one.numel() * one.element_size() for one in [*empty.parameters(), *empty.buffers()])
+    empty = empty_model(config, kind, dtype, trust_remote_code=trust_remote_code)
+    return (
+        0 if empty is None else sum(one.numel() * one.element_size() for one in [*empty.parameters(), *empty.buffers()])
+    )
 
 
 def model_file(source: str, name: str) -> Path | None:

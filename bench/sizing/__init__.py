@@ -1,0 +1,1 @@
+"""What a model will take, before it is there: `headway plan`."""
