@@ -61,17 +61,17 @@ class Cutter:
         self._cost = CostModel(prior_ns)
 
     def __repr__(self) -> str:
-        a_ns, b_ns, m_ns, _ = self._cost.cost
-        learned = f"{a_ns / 1e6:.2f} ms + {b_ns / 1e3:.2f} us x cells + {m_ns / 1e6:.2f} ms x rows"
+        cost = self._cost.cost
+        learned = f"{cost.a_ns / 1e6:.2f} ms + {cost.b_ns / 1e3:.2f} us x cells + {cost.m_ns / 1e6:.2f} ms x rows"
         return f"<Cutter {learned}, {'at most ' if self.padding else 'no padding, at most '}{self.cells_max} cells>"
 
     def cut(self, lengths: Sequence[int]) -> list[list[int]]:
         """The places of `lengths` in groups, shortest first; the last of each group is its longest."""
         order = sorted(range(len(lengths)), key=lengths.__getitem__)  # stable: of equals, the first
         ascending = [lengths[place] for place in order]
-        a_ns, b_ns, _, _ = self._cost.cost
         if self.padding:
-            sizes = best_cut(ascending, a_ns, b_ns, self.cells_max)
+            cost = self._cost.cost
+            sizes = best_cut(ascending, cost.a_ns, cost.b_ns, self.cells_max)
         else:
             sizes = equal_cut(ascending, self.cells_max)
         groups, at = [], 0
