@@ -64,7 +64,9 @@ def main(
     output: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of an answer")] = "16:96",
     rounds: Annotated[int, typer.Option(min=1, help="runs of each way")] = 3,
     threads: Annotated[int, typer.Option(min=1, help="CPU threads each way may compute with")] = os.cpu_count() or 1,
-    workers: Annotated[int, typer.Option(min=1, help="headway's worker processes, which share the threads")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=0, help="headway's worker processes, which share the threads; 0: one for each thread")
+    ] = 0,
     model: Annotated[str, typer.Option(help="a folder; empty: the packaged SmolLM2-135M")] = "",
     only: Annotated[str, typer.Option(help="ways to run, with commas; empty: all that are there")] = "",
     vllm: Annotated[Path, typer.Option(envvar="HEADWAY_VLLM_VENV", help="a venv with vLLM's CPU build")] = PEERS
@@ -78,6 +80,7 @@ def main(
     plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.png"),
 ) -> None:
     levels, prompts, outputs = _levels(concurrency), _range(prompt), _range(output)
+    workers = workers or threads
     if threads % workers:
         raise typer.BadParameter(f"--threads {threads} does not divide among --workers {workers}")
     console = Console(width=None if sys.stdout.isatty() else WIDTH_PIPED)
