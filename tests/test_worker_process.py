@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import zmq
 
-from headway.scheduler import link
+from headway.scheduler import link, supervisor
 from headway.scheduler.link import Bye, Done, Drop, Failed, Ready, Step, Stop
 from headway.scheduler.spec import ModelSpec
 from headway.workers import line, process
@@ -383,3 +383,8 @@ def test_what_may_pass_while_loading_is_worth_another_try(
 
     monkeypatch.setattr(process, "make_engine", make)
     assert Hand(scheduler).ended() == process.EXIT_BROKEN
+
+
+def test_workers_get_huge_pages_unless_the_operator_tunes_the_allocator() -> None:
+    assert supervisor.worker_environment({"A": "b"}) == {"A": "b", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+    assert supervisor.worker_environment({"GLIBC_TUNABLES": "x=1"}) == {"GLIBC_TUNABLES": "x=1"}
