@@ -11,6 +11,7 @@ used meanwhile is shown as `foreign`, in cores; where that is much, compare the 
 import asyncio
 import math
 import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -222,4 +223,5 @@ def capacity(samples: Sequence[Sample]) -> float:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # the servers must end, too
     app()
