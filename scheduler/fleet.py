@@ -53,8 +53,13 @@ class Worker(Struct, eq=False):
         return min(self.max_batch, self.cap - self.running)
 
     def fits(self, kv: int) -> bool:
-        """Whether its cache has room for so many tokens. An empty one takes anybody: its engine has the last word."""
-        return not self.kv_total or not self.running or kv <= self.kv_total - max(self.kv_used, self.kv_held)
+        """Whether its cache has room for one who needs so many tokens. An empty one takes anybody: its engine has the
+        last word."""
+        return not self.running or self.holds(kv)
+
+    def holds(self, kv: int) -> bool:
+        """Whether its cache has room for so many tokens more."""
+        return not self.kv_total or kv <= self.kv_total - max(self.kv_used, self.kv_held)
 
     def moved(self, event: str) -> None:
         """Follow the lifecycle table."""

@@ -95,7 +95,7 @@ class Lane:
                 first = request
             else:
                 whole = longest * (len(taken) + 1) if first.bucket else tokens
-                if request.suspect or (kv and not worker.fits(kv)) or whole > (tokens_max or whole):
+                if request.suspect or not worker.holds(kv) or whole > (tokens_max or whole):
                     break
             self.leave(request).charge(request.charged)
             taken.append(request)

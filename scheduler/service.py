@@ -151,11 +151,9 @@ class Service:
     def request(self, event: Submit, order: int, policies: Policies, now_ns: int) -> Request:
         """An admitted request, with what has to be guessed about it: what of an answer its tenant is charged for ahead,
         and how much cache it may need."""
-        tokens, new, kv = event.tokens, 0, 0
-        if self.fleet.rows_max:
-            mean = self.answers.mean
-            new = int(min(event.max_new, mean)) if mean else event.max_new
-            kv = tokens + (int(min(event.max_new, KV_MARGIN * mean)) if mean else event.max_new)
+        tokens, mean = event.tokens, self.answers.mean
+        new = int(min(event.max_new, mean)) if mean else event.max_new
+        kv = int(min(event.max_new, KV_MARGIN * mean)) if mean else event.max_new
         return Request(
             rid=event.rid,
             client=event.client,
@@ -168,8 +166,8 @@ class Service:
             order=order,
             tenant=event.tenant,
             bucket=tokens.bit_length() if self.padded else 0,
-            kv=kv,
-            charged=tokens + new,
+            kv=tokens + kv,  # whoever is here now: those who wait for a worker to come back must fit, too
+            charged=tokens + new if self.fleet.rows_max else tokens,
         )
 
     def ended(self, request: Request) -> None:
@@ -238,7 +236,7 @@ class Service:
             heads.sort(key=_due)
         for _, _, lane, first in heads:
             takers = free
-            if first.kv and not all(worker.fits(first.kv) for worker in free):
+            if self.fleet.rows_max and not all(worker.fits(first.kv) for worker in free):
                 takers = [worker for worker in free if worker.fits(first.kv)]
                 if not takers:
                     lane.decision = Wait(NEVER_NS, "kv_full")

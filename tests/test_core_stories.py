@@ -187,6 +187,16 @@ def a_clock_that_steps_back_stands_still() -> World:
     return world
 
 
+def who_waited_for_a_worker_joins_where_its_cache_has_room() -> World:
+    """A cache of 300 tokens: one alone may need more, two together may not."""
+    world = World(0)
+    for tokens in (400, 100, 100, 100):
+        world.submit(tokens=tokens, max_new=2)
+    world.join(iteration=True, kv_tokens=300)
+    world.run(60 * MS)
+    return world
+
+
 def nobody_waits_for_ever_for_a_worker() -> World:
     world = World(0)
     world.submit()
@@ -221,6 +231,7 @@ ALL: tuple[Callable[[], World], ...] = (
     a_drain_that_takes_too_long_ends_everything,
     what_a_drain_ends_is_not_dispatched_first,
     a_clock_that_steps_back_stands_still,
+    who_waited_for_a_worker_joins_where_its_cache_has_room,
     nobody_waits_for_ever_for_a_worker,
     a_silent_worker_is_given_up,
 )

@@ -1,6 +1,6 @@
 """Seeds draw faults; whatever happens, every law holds, and once healed, every request ends. The seed is the report.
 
-A hundred seeds are always the same; as many again follow from the commit, so that each change is tried on new ones. A
+Eighty seeds are always the same; as many again follow from the commit, so that each change is tried on new ones. A
 failure is printed short, with the command that shows it again. More: `python -m headway.bench.fault_storm`.
 """
 
@@ -18,18 +18,18 @@ from headway.bench.storm.plan import Ask, Plan, draw
 from headway.bench.storm.referee import BrokenLawError
 from headway.bench.storm.shrink import play, report, shrink, transcript
 from headway.bench.storm.world import Storm
-from headway.scheduler import events as ev
 from headway.scheduler.core import Core
 
-FIXED = 100
-FRESH = 100
-CHUNK = 25
+FIXED = 80
+FRESH = 80
+CHUNK = 20
 MUST_BE_SEEN = {
     *(f"End {code}" for code in ("ok", "cancelled", "deadline_exceeded", "engine_error", "out_of_memory", "internal")),
     *(f"End {code}" for code in ("poison_request", "no_worker", "shutting_down")),
     *(f"Refuse {code}" for code in ("queue_full", "no_worker", "shutting_down", "deadline_exceeded")),
     "Refuse deadline_unreachable",
     *(f"launched {reason}" for reason in ("full", "greedy", "window_over", "long_alone", "on_trial", "deadline_near")),
+    *("launched joins_running", "held kv_full", "held long_bound", "held no_free_worker", "held no_worker"),
     *("Drop", "Restart", "Drained", "Crash", "Forward"),
 }
 
@@ -79,22 +79,15 @@ def test_the_fixed_seeds_show_every_ending_and_fault(seen: Counter[str]) -> None
 
 
 def test_a_failure_is_made_short_and_told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """A cancel that hits a prefix: ten requests and a cancel, and little else, are left of the storm."""
-
-    def cancel(core: Core, event: ev.Cancel, _now_ns: int) -> None:
-        hit = [rid for rid in core.book.live if str(rid).startswith(str(event.rid))]
-        core.counters["late_cancels"] += not hit
-        for rid in hit:
-            core._leave(core.book.live[rid], "cancel", "cancelled", "")
-
-    monkeypatch.setattr(Core, "_cancel", cancel)
+    """A worker, a request, and whatever ends it before its worker does: more is not needed to see it run on."""
+    monkeypatch.setattr(Core, "_drop_on_worker", lambda *_: None)
     assert fault_storm.main(["--first", "0", "--seeds", "300", "--processes", "1"]) == 1
     told = capsys.readouterr().out
-    assert "breaks a law: endings" in told
+    assert "breaks a law: drop" in told
     assert "again: python -m headway.bench.fault_storm --seed" in told
-    assert "code='cancelled'" in told
     left, whole = re.findall(r"(\d+) of (\d+) happenings are enough", told)[0]
-    assert int(left) < 20 < 100 < int(whole)
+    assert int(left) <= 4 < 40 < int(whole)
+    assert told.count("Submit(") <= 2
 
 
 def test_a_good_seed_is_told_on_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -216,6 +216,11 @@ def test_cancel_hits_exactly_one_request(server: Live) -> None:
     assert two.ending("b")["text"] == "b" * 200
     acks = [one.receive() for _ in range(3)]
     assert [(ack["id"], ack["found"]) for ack in acks] == [("ab", True), ("zzz", False), ("b", False)]
+    one.send(type="generate", id="abc", prompt="c" * 2000, model="stream")
+    one.send(type="cancel", id="abc")
+    assert one.ending("abc")["code"] == "cancelled"
+    one.send(type="cancel", id="abc")
+    assert [one.receive()["found"] for _ in range(2)] == [True, False]
     one.send(type="cancel", id="")
     assert one.receive()["field"] == "id"
 

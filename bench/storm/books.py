@@ -5,100 +5,12 @@ Nothing is shared with the core but the words of events and actions, the setting
 """
 
 from collections import Counter
-from dataclasses import dataclass, field
 
+from headway.bench.storm.entries import NEVER_NS, Asked, Key, Member, Owed, Place
 from headway.scheduler import events as ev
 from headway.scheduler.core import LOSSES_IN_COMPANY
 from headway.scheduler.service import ORPHAN_NS
 from headway.scheduler.spec import PolicySpec
-
-NEVER_NS = 1 << 62
-
-Key = tuple[str, str]
-
-
-@dataclass(eq=False)
-class Asked:
-    """A live request. `batch`, `worker`: 0 while it waits."""
-
-    event: ev.Submit
-    order: int
-    arrived_ns: int
-    long: bool
-    length_class: int = 0
-    batch: int = 0
-    worker: int = 0
-    losses: int = 0
-    suspect: bool = False
-
-    @property
-    def rid(self) -> int:
-        return self.event.rid
-
-    @property
-    def key(self) -> Key:
-        return (self.event.model, self.event.kind)
-
-    @property
-    def deadline_ns(self) -> int:
-        return NEVER_NS if self.event.deadline_ns is None else self.event.deadline_ns
-
-
-@dataclass(eq=False)
-class Member:
-    """A registered worker. `seats`: (batch, rid) -> whether it still counts as a long input."""
-
-    ready: ev.WorkerReady
-    cap: int
-    seen_ns: int
-    progress_ns: int
-    progress: int = 0
-    trial: int = 0
-    seats: dict[tuple[int, int], bool] = field(default_factory=dict)
-
-    @property
-    def key(self) -> Key:
-        return (self.ready.model, self.ready.kind)
-
-    @property
-    def room(self) -> int:
-        """How many requests it can take now."""
-        if self.trial:
-            return 0
-        if self.ready.iteration:
-            return max(0, min(self.ready.max_batch, self.cap - len(self.seats)))
-        return 0 if self.seats else self.ready.max_batch
-
-    def of(self, batch: int) -> list[int]:
-        """Who has a seat there in this batch."""
-        return [rid for other, rid in self.seats if other == batch]
-
-    def vacate(self, batch: int, rid: int) -> bool:
-        """A seat is given back. Whether there was one."""
-        if self.trial == rid and (batch, rid) in self.seats:
-            self.trial = 0
-        return self.seats.pop((batch, rid), None) is not None
-
-
-@dataclass(eq=False)
-class Place:
-    """A service: whether anybody will come for those who wait."""
-
-    abandoned_ns: int
-    down: bool = False
-    padded: bool = False
-
-
-@dataclass(eq=False)
-class Owed:
-    """What the core must have answered to one step."""
-
-    endings: dict[int, tuple[str, str, int]] = field(default_factory=dict)  # rid -> (code, finish, batch)
-    refusals: dict[int, str] = field(default_factory=dict)
-    drops: list[tuple[int, int, int]] = field(default_factory=list)
-    forwards: list[tuple[tuple[int, int], ...]] = field(default_factory=list)
-    restarts: list[int] = field(default_factory=list)
-    doubts: dict[int, ev.Submit] = field(default_factory=dict)  # rid -> a request that admission may refuse or not
 
 
 class Books:
@@ -112,6 +24,7 @@ class Books:
         self.places: dict[Key, Place] = {}
         self.counts: Counter[str] = Counter()
         self.drain_ns: int | None = None
+        self.most_new = 0  # the longest answer that anybody asked for
         self.owed = Owed()
         self._lost_after_ns = lost_after_ns
         self._stuck_after_ns = stuck_after_ns
@@ -175,9 +88,10 @@ class Books:
             self.over.add(event.rid)
             return
         self._order += 1
-        assert isinstance(self.policy.bypass_tokens, int), "storms draw numbers: where `auto` lies is the core's guess"
+        self.most_new = max(self.most_new, event.max_new)
+        bypass = self.policy.bypass_tokens
+        long = None if bypass == "auto" else event.tokens > bypass
         length_class = event.tokens.bit_length() if place.padded else 0
-        long = event.tokens > self.policy.bypass_tokens
         self.live[event.rid] = Asked(event, self._order, now_ns, long, length_class)
 
     def _admission(self, event: ev.Submit, now_ns: int) -> str:
@@ -222,10 +136,11 @@ class Books:
 
     def _again(self, asked: Asked, *, suspect: bool) -> None:
         self.counts["requeued"] += 1
+        self.owed.again = True
         asked.batch = asked.worker = 0
         asked.suspect = asked.suspect or suspect
 
-    def run(self, member: Member, batch: int, rids: tuple[int, ...], now_ns: int) -> None:
+    def run(self, member: Member, batch: int, rids: tuple[int, ...], *, long: bool, now_ns: int) -> None:
         """These are now in flight."""
         self.counts["batches"] += 1
         if not member.seats:
@@ -233,7 +148,9 @@ class Books:
         for rid in rids:
             asked = self.live[rid]
             asked.batch, asked.worker = batch, member.ready.worker
-            member.seats[(batch, rid)] = asked.long
+            asked.long = long
+            member.seats[(batch, rid)] = long
+            member.holds[rid] = asked
             if asked.suspect:
                 member.trial = rid
 
@@ -242,7 +159,7 @@ class Books:
     def _worker_ready(self, event: ev.WorkerReady, now_ns: int) -> None:
         self.counts["workers_joined"] += 1
         cap = max(1, int(self.policy.in_flight_fraction * event.max_num_seqs))
-        self.workers[event.worker] = Member(event, cap, now_ns, now_ns)
+        self.workers[event.worker] = Member(event, cap, now_ns, now_ns, kv_total=event.kv_tokens)
         place = self._place((event.model, event.kind), now_ns)
         place.abandoned_ns = NEVER_NS
         place.down = False
@@ -304,6 +221,7 @@ class Books:
         if member is None:
             return
         member.progress_ns = now_ns
+        member.kv_used, member.kv_total = event.kv_used, event.kv_total or member.kv_total
         new: list[tuple[int, int]] = []
         for row in event.rows:
             seat = (row.batch, row.rid)
@@ -315,6 +233,7 @@ class Books:
             asked = self._mine(row.rid, row.batch)
             if asked is not None and row.new:
                 new.append(seat)
+                self.owed.made.append((asked.key, asked.event.tenant, row.new))
                 if asked.suspect and member.trial == row.rid:
                     member.trial = 0
                 asked.suspect = False

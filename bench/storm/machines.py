@@ -34,7 +34,7 @@ class Machine:
         self.progress = 0
         self.stalled_until_ns = 0
         self.silent_until_ns = 0
-        self.scheduled = False
+        self.turn = 0  # which piece of work is under way, counted; 0: none is
         self.calm = False
         self._asks = asks
         self._rng = random.Random(f"worker {number} of {seed}")
@@ -115,7 +115,8 @@ class OneShot(Machine):
         return reports
 
     def _done(self, batch: act.Dispatch, rids: list[int]) -> ev.BatchDone:
-        tokens = sum(self._asks[rid].tokens for rid in rids)
+        sizes = [self._asks[rid].tokens for rid in rids]
+        tokens = max(sizes) * len(sizes) if self.join.padded else sum(sizes)
         bad = [(rid, "engine_error", "this one only") for rid in rids if self._asks[rid].trait == "fails"]
         bad += [(rid, "cancelled", "dropped") for rid in rids if (batch.batch, rid) in self._dropped]
         return ev.BatchDone(self.number, batch.batch, self._took_us * 1_000, tokens, tuple(bad))
@@ -166,8 +167,12 @@ class Engine(Machine):
         if rows and self._unruly():
             rows = self._mistake(rows)
         tokens = sum(row.new for row in rows)
-        step = ev.StepDone(self.number, self.join.step_us * 1_000, tokens, max(1, len(rows)), tuple(rows))
+        cache = min(self._cached(), self.join.kv_tokens), self.join.kv_tokens
+        step = ev.StepDone(self.number, self.join.step_us * 1_000, tokens, max(1, len(rows)), tuple(rows), *cache)
         return [*failed, step]
+
+    def _cached(self) -> int:
+        return sum(self._asks[rid].tokens + made for (_, rid), (_, _, made) in self._rows.items())
 
     def _failed(self) -> list[ev.Event]:
         """Rows that break the step they are in take all of it along; the engine says which rows those were."""

@@ -9,6 +9,7 @@ import random
 from collections.abc import Callable
 from typing import NamedTuple
 
+from headway.policies.views import BYPASS_TOKENS
 from headway.policies.windows import MAKERS
 from headway.scheduler.spec import PolicySpec
 
@@ -21,6 +22,7 @@ SERVICES = (  # (model, kind, iteration-level engine)
 )
 CLIENTS = 5
 TENANTS = ("", "", "red", "blue")
+PEACE = 0.15  # share of seeds without failures: some laws can only be held there
 TRAITS = ("", "poison", "late_poison", "culprit", "fails", "memory")  # what a request does to whoever runs it
 
 
@@ -69,6 +71,7 @@ class Join(NamedTuple):
     max_num_seqs: int = 16
     step_us: int = 5_000
     padded: bool = False
+    kv_tokens: int = 0  # that its cache holds; 0: it does not say
     prior_ms: float = 0.0
     unruly: float = 0.0
     forgetful: float = 0.0
@@ -172,7 +175,7 @@ def draw(seed: int, length: int | None = None) -> Plan:
         at_us += rng.choice(pace) * 1_000 + rng.choice((0, 0, 137))
         kind = rng.choices(tuple(moods), tuple(moods.values()))[0]
         happenings += _DRAWN[kind](rng, at_us, len(services), policy)
-    return Plan(
+    plan = Plan(
         seed=seed,
         policy=policy,
         services=services,
@@ -182,6 +185,20 @@ def draw(seed: int, length: int | None = None) -> Plan:
         together=rng.choice((0.0, 0.5, 1.0)),
         happenings=tuple(happenings),
     )
+    return peaceful(plan) if rng.random() < PEACE else plan
+
+
+def peaceful(plan: Plan) -> Plan:
+    """The plan without failures of workers: what remains is load, and clients that change their minds."""
+    kept: list[Happening] = []
+    for one in plan.happenings:
+        if isinstance(one, Join):
+            kept.append(one._replace(unruly=0.0, forgetful=0.0, deaf=0.0))
+        elif isinstance(one, Ask) and one.trait != "fails":
+            kept.append(one._replace(trait=""))
+        elif isinstance(one, (Ask, Cancel, Satisfy, StepBack, Vanish)):
+            kept.append(one)
+    return plan._replace(happenings=tuple(kept), lost_after_ms=5_000, stuck_after_ms=20_000)
 
 
 def _policy(rng: random.Random) -> PolicySpec:
@@ -190,7 +207,10 @@ def _policy(rng: random.Random) -> PolicySpec:
         fixed_wait_ms=rng.choice((0.0, 5.0, 120.0)),
         aimd_target_ms=rng.choice((5.0, 100.0)),
         max_wait_cap_ms=rng.choice((1.0, 20.0, 100.0)),
-        bypass_tokens=rng.choice((0, 64, 1024, 1024, 1024)),
+        bypass_tokens=rng.choice((0, 64, 1024, 1024, 1024, "auto")),
+        batch_size=rng.choice(("cost", "cost", "max")),
+        batch_tokens_max=rng.choice((0, 0, 0, 600)),
+        tenant_weights=rng.choice(({}, {}, {"red": 4.0})),
         long_concurrency=rng.choice((0, 0, 1, 3)),
         queue_max=rng.choice((1, 4, 32, 8192, 8192)),
         queue_tokens_max=rng.choice((500, 10_000, 1 << 24, 1 << 24)),
@@ -201,7 +221,7 @@ def _policy(rng: random.Random) -> PolicySpec:
 
 def _moods(rng: random.Random) -> dict[str, float]:
     """How often what happens in this storm: each fault is left out by some seeds and overdone by others."""
-    moods = {"ask": 10.0, "burst": rng.choice((0.0, 1.0, 4.0))}
+    moods = {"ask": 10.0, "burst": rng.choice((0.0, 1.0, 4.0)), "flood": rng.choice((0.0, 0.0, 0.4))}
     faults = {
         "cancel": 2.0,
         "satisfy": 0.5,
@@ -220,7 +240,7 @@ def _moods(rng: random.Random) -> dict[str, float]:
 
 
 def _ask(rng: random.Random, at_us: int, services: int, policy: PolicySpec) -> Ask:
-    border = max(1, policy.bypass_tokens if isinstance(policy.bypass_tokens, int) else 64)
+    border = BYPASS_TOKENS if policy.bypass_tokens == "auto" else max(1, policy.bypass_tokens)
     return Ask(
         at_us=at_us,
         service=rng.randrange(services),
@@ -242,11 +262,18 @@ def _join(rng: random.Random, at_us: int, service: int) -> Join:
         max_num_seqs=rng.choice((1, 3, 8, 32)),
         step_us=rng.choice((500, 5_000, 60_000)),
         padded=rng.random() < 0.3,
+        kv_tokens=rng.choice((0, 0, 300, 4_000)),
         prior_ms=rng.choice((0.0, 0.0, 8.0)),
         unruly=rng.choice((0.0, 0.1, 0.4)),
         forgetful=rng.choice((0.0, 0.0, 0.05)),
         deaf=rng.choice((0.0, 0.0, 0.5)),
     )
+
+
+def _flood(rng: random.Random, at_us: int, services: int, policy: PolicySpec) -> list[Happening]:
+    """One tenant sends very much, and just after it another the same."""
+    ask = _ask(rng, at_us, services, policy)._replace(tokens=rng.choice((60, 600)), deadline_ms=None, trait="")
+    return [ask._replace(tenant=tenant) for tenant in rng.sample(("", "red", "blue"), 2) for _ in range(30)]
 
 
 def _drain(rng: random.Random, at_us: int, services: int, policy: PolicySpec) -> list[Happening]:
@@ -261,6 +288,7 @@ def _drain(rng: random.Random, at_us: int, services: int, policy: PolicySpec) ->
 _DRAWN: dict[str, Callable[[random.Random, int, int, PolicySpec], list[Happening]]] = {
     "ask": lambda rng, at, services, policy: [_ask(rng, at, services, policy)],
     "burst": lambda rng, at, services, policy: [_ask(rng, at, services, policy) for _ in range(rng.choice((2, 5, 17)))],
+    "flood": _flood,
     "cancel": lambda rng, at, *_: [Cancel(at, rng.randrange(1 << 20), rng.choice(("live", "live", "any", "none")))],
     "satisfy": lambda rng, at, *_: [Satisfy(at, rng.randrange(1 << 20))],
     "vanish": lambda rng, at, *_: [Vanish(at, rng.randrange(CLIENTS))],

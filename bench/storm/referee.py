@@ -6,6 +6,8 @@
                 with those of like lengths
     trial       a suspect goes alone, and nobody joins it
     long        long inputs go alone, under their bound
+    shares      of two tenants that both wait, none gets more than a few batches ahead (fair.py)
+    cache       nobody joins others where the cache has no room for the inputs
     tokens      those of a live request are forwarded, all others are not
     drop        who leaves a worker unasked is dropped there
     wake        what is due is never slept through; no wake-up is for nothing
@@ -17,7 +19,9 @@ A breach raises BrokenLawError. `books.py` keeps what the referee knows.
 
 from collections.abc import Mapping
 
-from headway.bench.storm.books import NEVER_NS, Asked, Books, Key, Owed
+from headway.bench.storm.books import Books
+from headway.bench.storm.entries import NEVER_NS, Asked, Key, Member, Owed
+from headway.bench.storm.fair import Shares
 from headway.policies.order import due_time
 from headway.policies.windows.p95 import LITERAL_CAP_NS
 from headway.scheduler import actions as act
@@ -59,6 +63,7 @@ class Referee:
         self.policy = policy
         self.now_ns = 0
         self.drained = False
+        self.shares: dict[Key, Shares] = {}
         self._window_max_ns = window_max_ns(policy)
         self._batches = 0
         self._idle_ticks = 0
@@ -73,6 +78,8 @@ class Referee:
         self.now_ns = now_ns = max(now_ns, self.now_ns)
         refused = frozenset([action.rid for action in actions if type(action) is act.Refuse])
         owed = self.books.hear(event, now_ns, refused)
+        for key, tenant, tokens in owed.made:
+            self._shares_of(key).serve(tenant, tokens)
         self._endings(owed, actions)
         self._words(owed, actions)
         for action in actions:
@@ -81,6 +88,7 @@ class Referee:
         self._drained(actions)
         for key in self.books.places:
             self._idle(key, now_ns, wakeup_ns)
+            self._fair(key, owed)
         self._wake(event, now_ns, actions, wakeup_ns)
         self._counters(counters)
 
@@ -137,7 +145,8 @@ class Referee:
             hold(not asked.batch, "dispatch", f"{rid} is dispatched, and runs in batch {asked.batch}")
             hold(asked.key == (action.model, action.kind), "dispatch", f"{rid} is dispatched to another service")
             hold(asked.deadline_ns > now_ns, "dispatch", f"{rid} is dispatched after its deadline")
-            hold(asked.long == (action.lane == "long"), "dispatch", f"{rid} is dispatched from the wrong lane")
+            right = asked.long in (None, action.lane == "long")
+            hold(right, "dispatch", f"{rid} is dispatched from the wrong lane")
         hold(bool(rids) and len(set(rids)) == len(rids), "dispatch", f"a batch of {rids}")
         hold(action.batch > self._batches, "dispatch", f"batch id {action.batch} was given before")
         hold(not self.drained, "dispatch", "a batch after all was drained")
@@ -152,17 +161,37 @@ class Referee:
         self._batches = action.batch
         taken = [books.live[rid] for rid in rids]
         waiting = [asked for asked in books.waiting(member.key) if asked.long == taken[0].long]
-        oldest_ns = min(asked.arrived_ns for asked in waiting)
-        hold(action.waited_ns == now_ns - oldest_ns, "dispatch", f"the oldest waited {now_ns - oldest_ns}: {action}")
+        if self.policy.bypass_tokens != "auto":
+            oldest_ns = min(asked.arrived_ns for asked in waiting)
+            right = action.waited_ns == now_ns - oldest_ns
+            hold(right, "dispatch", f"the oldest waited {now_ns - oldest_ns}: {action}")
+        self._fits(taken, member)
         if any(asked.suspect for asked in taken):
             hold(len(rids) == 1, "trial", f"a suspect runs with others: {action}")
             hold(action.reason == "on_trial", "trial", f"a suspect runs as {action.reason}")
-        if taken[0].long:
-            bound = books.long_bound(member.key)
+        bound = books.long_bound(member.key)
+        if action.lane == "long":
             hold(len(rids) == 1, "long", f"a long input runs with others: {action}")
             hold(books.long_running(member.key) < bound, "long", f"more than {bound} long inputs run")
-        books.run(member, action.batch, rids, now_ns)
-        self._order(taken, [asked for asked in waiting if not asked.batch])
+        shares = self._shares_of(member.key)
+        shares.long = max(shares.long, bound if action.lane == "long" else 0)
+        for asked in taken:
+            shares.serve(asked.event.tenant, asked.tokens)
+        sizes = [asked.kv_max for asked in taken]
+        shares.turn(sum(sizes) if taken[0].length_class else max(sizes))
+        books.run(member, action.batch, rids, long=action.lane == "long", now_ns=now_ns)
+        if self.policy.bypass_tokens != "auto":
+            self._order(taken, [asked for asked in waiting if not asked.batch])
+
+    def _fits(self, taken: list[Asked], member: Member) -> None:
+        """Tokens and cache stay within their limits, for all but one who goes alone."""
+        sizes = [asked.tokens for asked in taken]
+        most = self.policy.batch_tokens_max
+        tokens = max(sizes) * len(sizes) if taken[0].length_class else sum(sizes)
+        hold(len(taken) == 1 or not most or tokens <= most, "dispatch", f"{tokens} tokens in a batch of at most {most}")
+        free = member.kv_total - member.kv_taken(at_most=False)
+        alone = len(taken) == 1 and not member.seats
+        hold(alone or not member.kv_total or sum(sizes) <= free, "cache", f"{sum(sizes)} tokens, and {free} are free")
 
     def _order(self, taken: list[Asked], left: list[Asked]) -> None:
         """A batch has the first of some tenant. Nobody in it comes after an equal who stays; where nothing is padded,
@@ -180,19 +209,37 @@ class Referee:
                 hold(equal.order > gone.order, "order", f"{gone.rid} goes before its elder equal {equal.rid}")
         heads = [asked for asked in taken if _due(asked) < due.get(asked.event.tenant, (NEVER_NS, 0))]
         hold(bool(heads), "order", f"no tenant's first is among {[asked.rid for asked in taken]}")
+        stay = [asked.rid for asked in left if asked.length_class == taken[0].length_class]
+        hold(len(classes) == 1 or not stay, "lengths", f"other lengths are padded with {taken[0].rid} than {stay}")
         if classes == {0}:
             late = [asked.rid for asked in taken if asked not in heads and not _mixed(left)]
             hold(not late, "order", f"{late} go before one of their tenant who is due sooner")
+
+    def _fair(self, key: Key, owed: Owed) -> None:
+        """Of two tenants that both wait all the time neither gets more than a few batches ahead."""
+        shares = self._shares_of(key)
+        members = self.books.members(key)
+        if owed.again:
+            shares.again()
+        waiting = self.books.waiting(key)
+        short, long = ({asked.event.tenant for asked in waiting if asked.long is of} for of in (False, True))
+        gap, one, other = shares.gap(short, long)
+        seats = sum(member.cap for member in members if member.ready.iteration)
+        bound = (2 + shares.long) * shares.largest + 2 * seats * self.books.most_new
+        hold(gap <= bound, "shares", f"tenants {one!r} and {other!r} of {key} are {gap} tokens apart, past {bound}")
+
+    def _shares_of(self, key: Key) -> Shares:
+        return self.shares.setdefault(key, Shares(self.policy.tenant_weights))
 
     # ------------------------------------------------------------ time
 
     def _idle(self, key: Key, now_ns: int, wakeup_ns: int) -> None:
         """Where a worker has room, a short input waits for its window only, a long one for that or its bound."""
-        books = self.books
-        rooms = sum(member.room > 0 for member in books.members(key))
-        if not rooms:
+        books, waiting = self.books, self.books.waiting(key)
+        free = [member for member in books.members(key) if member.room > 0]
+        rooms = sum(all(member.surely_fits(asked) for asked in waiting) for member in free)
+        if not rooms or self.policy.bypass_tokens == "auto":
             return
-        waiting = books.waiting(key)
         short = [asked.arrived_ns for asked in waiting if not asked.long]
         if short:
             until_ns = min(short) + self._window_max_ns
@@ -200,7 +247,7 @@ class Referee:
             hold(wakeup_ns <= until_ns, "wake", f"{len(short)} wait for {key} beside a free worker, nobody will wake")
         held = len(waiting) - len(short)
         if held and books.long_running(key) < books.long_bound(key):
-            hold(bool(short) and rooms == 1, "idle", f"{held} long inputs wait for {key} beside a free worker")
+            hold(bool(short) and len(free) == 1, "idle", f"{held} long inputs wait for {key} beside a free worker")
 
     def _wake(self, event: ev.Event, now_ns: int, actions: list[act.Action], wakeup_ns: int) -> None:
         due_ns = self.books.due_ns()

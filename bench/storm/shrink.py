@@ -44,13 +44,17 @@ def shrink(failure: Failure, watch: Callable[[int], None] = lambda _left: None) 
     """The same law broken by fewer happenings. `watch` is told how many are left."""
     runs, pieces = 0, 2
     plan = failure.storm.plan
+    until = plan._replace(happenings=tuple(one for one in plan.happenings if one.at_us * 1_000 <= failure.storm.now_ns))
+    found = play(type(failure.storm)(until))
+    if found is not None and found.law == failure.law:
+        failure, plan = found, until
     while runs < RUNS_MAX:
         count = len(plan.happenings)
         size = max(1, count // pieces)
         for start in range(0, count, size):
             shorter = plan._replace(happenings=plan.happenings[:start] + plan.happenings[start + size :])
             runs += 1
-            found = play(Storm(shorter))
+            found = play(type(failure.storm)(shorter))
             if found is not None and found.law == failure.law:
                 failure, plan = found, shorter
                 watch(len(plan.happenings))
@@ -68,7 +72,8 @@ def transcript(steps: list[Step]) -> list[str]:
     with nothing are left out."""
     lines = []
     for now_ns, event, actions in steps:
-        if type(event) is ev.Beat and not actions:
+        told = event.events if type(event) is ev.Together else [event]
+        if not actions and all(type(one) is ev.Beat for one in told):
             continue
         lines.append(f"{now_ns / NS_PER_MS:12.3f}  {brief(event)}")
         lines += [f"{'':12}    -> {brief(action)}" for action in actions]

@@ -51,6 +51,7 @@ class Storm:
         self._heap: list[Entry] = []
         self._seq = 0
         self._workers = 0
+        self._turns = 0
         self._calm = False
         self._back_ns = 0
 
@@ -111,14 +112,18 @@ class Storm:
         actions: list[act.Action] = []
         self.steps.append((now_ns, event, actions))
         actions += self.core.step(event, now_ns)
-        self.referee.step(event, now_ns, actions, self.core.wakeup_ns, self.core.counters)
-        if self._audit:
-            self.core.audit()
+        self.judge(event, now_ns, actions)
         for action in actions:
             self.seen[type(action).__name__] += 1
             perform = _PERFORM.get(type(action))
             if perform is not None:
                 perform(self, action)
+
+    def judge(self, event: ev.Event, now_ns: int, actions: list[act.Action]) -> None:
+        """Whether the step was right. Raises BrokenLawError, or AssertionError from the audit."""
+        self.referee.step(event, now_ns, actions, self.core.wakeup_ns, self.core.counters)
+        if self._audit:
+            self.core.audit()
 
     # ------------------------------------------------------------ what happens
 
@@ -159,8 +164,8 @@ class Storm:
         model, kind, iteration = self.plan.services[join.service]
         prior_ns = (join.prior_ms * NS_PER_MS, 1e4, 1e5) if join.prior_ms else ()
         sizes = join.max_batch, join.max_num_seqs
-        name = f"w{machine.number}"
-        return ev.WorkerReady(machine.number, name, model, kind, iteration, *sizes, prior_ns, join.padded)
+        whose = machine.number, f"w{machine.number}", model, kind
+        return ev.WorkerReady(*whose, iteration, *sizes, prior_ns, join.padded, join.kv_tokens * iteration)
 
     def _crash(self, one: pl.Crash) -> list[ev.Event]:
         machine = self._machine(one.pick)
@@ -168,7 +173,7 @@ class Storm:
             return []
         words = machine.number if one.words and machine.busy else 0
         if words:  # sent before it died, read after
-            self._at(self.now_ns + NS_PER_MS, lambda: self._end_of(machine))
+            self._ends(machine, self.now_ns + NS_PER_MS)
         return self._lose(machine, "killed", orderly=one.orderly)
 
     def _lose(self, machine: OneShot | Engine, reason: str, *, orderly: bool = False) -> list[ev.Event]:
@@ -235,16 +240,21 @@ class Storm:
 
     def _begin(self, machine: OneShot | Engine) -> None:
         """Its next piece of work, if it is not at one."""
-        if machine.busy and not machine.scheduled:
-            machine.scheduled = True
-            self._at(self.now_ns + machine.begin() * 1_000, lambda: self._end_of(machine))
+        if machine.busy and not machine.turn:
+            self._ends(machine, self.now_ns + machine.begin() * 1_000)
+
+    def _ends(self, machine: OneShot | Engine, at_ns: int) -> None:
+        """What it is at ends then; what was said about that before counts no more."""
+        self._turns += 1
+        machine.turn = turn = self._turns
+        self._at(at_ns, lambda: self._end_of(machine) if machine.turn == turn else [])
 
     def _end_of(self, machine: OneShot | Engine) -> list[ev.Event]:
         """A piece of work ends, unless the worker stands still; a dead one's last words are heard all the same."""
         if self.now_ns < machine.stalled_until_ns:
-            self._at(machine.stalled_until_ns, lambda: self._end_of(machine))
+            self._ends(machine, machine.stalled_until_ns)
             return []
-        machine.scheduled = False
+        machine.turn = 0
         here = self.machines.get(machine.number) is machine
         if not machine.busy:
             return []
@@ -275,6 +285,9 @@ class Storm:
         if machine is not None:
             self._lose(machine, action.reason)  # the core knows
 
+    def _held(self, action: act.Hold) -> None:
+        self.seen[f"held {action.reason}"] += 1
+
     def _ended(self, action: act.End | act.Refuse) -> None:
         self.seen[f"{type(action).__name__} {action.code or 'ok'}"] += 1
 
@@ -285,6 +298,8 @@ class Storm:
         self._calm = True
         for machine in self.machines.values():
             machine.calm = True
+            if self.now_ns < machine.stalled_until_ns and machine.turn:
+                self._ends(machine, self.now_ns)
             machine.stalled_until_ns = machine.silent_until_ns = 0
         for index in range(len(self.plan.services)):
             for _ in range(2):
@@ -341,6 +356,7 @@ _HAPPENS: dict[type, Callable[[Storm, Any], list[ev.Event]]] = {
 _PERFORM: dict[type, Callable[[Storm, Any], None]] = {
     act.Dispatch: Storm._dispatched,
     act.Drop: Storm._dropped,
+    act.Hold: Storm._held,
     act.Restart: Storm._restart,
     act.End: Storm._ended,
     act.Refuse: Storm._ended,
