@@ -145,6 +145,7 @@ class Crew:
 
     def _done(self, worker: int, message: link.Done) -> None:
         batch = message.batch
+        self.records.counters["memory_shortages"] += message.shortages
         failed = []
         for outcome in message.outcomes:
             self.outcomes[(batch, outcome.rid)] = outcome
@@ -158,6 +159,8 @@ class Crew:
         self._post(ev.BatchFailed(worker, message.batch, known(message.code), message.message, tuple(message.rids)))
 
     def _step(self, worker: int, message: link.Step) -> None:
+        self.records.counters["memory_shortages"] += message.shortages
+        self.records.counters["prefix_tokens"] += message.reused
         rows = []
         age_ns = self._age_ns()
         for row in message.rows:

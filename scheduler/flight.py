@@ -117,7 +117,8 @@ class Flight:
     def item(self) -> link.Item:
         """What a worker needs of it, the tokens already made included."""
         done = link.pack_ids(self.out) if self.out else b""
-        return link.Item(self.rid, self.ids, self.ids_pair, done, self.params, self.payload)
+        tenant = self.message.tenant or ""
+        return link.Item(self.rid, self.ids, self.ids_pair, done, self.params, self.payload, tenant)
 
     def speak(self, codec: TextPlane | None, params: wire.Params) -> None:
         """It generates, and `codec` (if there is one) turns its tokens into text."""

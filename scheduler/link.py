@@ -175,7 +175,8 @@ class Card(Struct, frozen=True, array_like=True):
 
 class Item(Struct, frozen=True, array_like=True):
     """One request's share of a batch. `rid` is the scheduler's id. `ids`: packed input ids; `ids_pair`: the second
-    text of a pair; `done`: packed ids already generated elsewhere, to continue after; `payload`: a `call`'s value.
+    text of a pair; `done`: packed ids already generated elsewhere, to continue after; `payload`: a `call`'s value;
+    `tenant`: whose it is, empty if it does not say.
     """
 
     rid: int
@@ -184,6 +185,7 @@ class Item(Struct, frozen=True, array_like=True):
     done: bytes = b""
     params: Params | None = None
     payload: Raw = NOTHING
+    tenant: str = ""
 
 
 # ---------------------------------------------------------------- scheduler -> worker
@@ -254,7 +256,8 @@ class Outcome(Struct, frozen=True, array_like=True):
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
-    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, with padding. The rest is as in Step."""
+    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, with padding. `shortages`: how often memory
+    ran out in it, so that a part of it ran again in halves. The rest is as in Step."""
 
     batch: int
     compute_ns: int
@@ -263,6 +266,7 @@ class Done(Struct, frozen=True, array_like=True, tag="done"):
     routed: list[Routed] = []
     critical: int = 0
     active: int = 0
+    shortages: int = 0
 
 
 class Failed(Struct, frozen=True, array_like=True, tag="failed"):
@@ -294,6 +298,9 @@ class Row(Struct, frozen=True, array_like=True):
 class Step(Struct, frozen=True, array_like=True, tag="step"):
     """One step of an iteration-level engine. `tokens`: computed in it (decode rows + prefill chunk tokens).
 
+    `kv_used` of `kv_total` tokens of the cache are taken; `shortages`: how often memory ran out in it;
+    `reused`: tokens that need not be computed because pages of a shared beginning hold them.
+
     Of a mixture of experts: reports that are due (`routed`), and of this step, summed over sampled layers, the tokens
     of the hottest device (`critical`) and the distinct experts used (`active`, where one device holds all).
     """
@@ -307,6 +314,8 @@ class Step(Struct, frozen=True, array_like=True, tag="step"):
     routed: list[Routed] = []
     critical: int = 0
     active: int = 0
+    shortages: int = 0
+    reused: int = 0
 
 
 class Bye(Struct, frozen=True, array_like=True, tag="bye"):

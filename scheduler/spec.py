@@ -100,6 +100,13 @@ class ModelSpec(Frozen):
         Literal["auto", "float32", "float16", "bfloat16", "int8"],
         Field(description="of the KV cache; auto: the model's own; a lower one must pass a check at start"),
     ] = "auto"
+    prefix_sharing: Annotated[
+        Literal["off", "tenant"],
+        Field(description="tenant: requests of one tenant that begin alike share KV pages; nameless ones never do"),
+    ] = "off"
+    canary: Annotated[
+        bool, Field(description="mark free KV pages and end the worker if one is written; costs a few percent")
+    ] = False
     expert_devices: Annotated[
         int, Field(ge=0, le=512, description="devices that share a mixture of experts; 0: as the model was loaded")
     ] = 0

@@ -49,7 +49,6 @@ def lazy(payloads): return (p for p in payloads)
 def tuple_(payloads): return tuple(payloads)
 def odd_values(payloads): return [{1, 2}, {"a": [0, object()]}, 1 << 70, "\\ud800", (1, None)]
 def broken(payloads): raise KeyError("text")
-def memory(payloads): raise MemoryError("no more")
 
 number = 7
 class Empty: pass
@@ -135,7 +134,6 @@ def test_a_value_that_cannot_be_sent_is_that_requests_alone_and_named() -> None:
         ("text", ("engine_error", "TypeError: the function returned a str; it must return a list")),
         ("lazy", ("engine_error", "TypeError: the function returned a generator; it must return a list")),
         ("broken", ("engine_error", "KeyError: 'text'")),
-        ("memory", ("out_of_memory", "MemoryError: no more")),
     ],
 )
 def test_a_function_that_fails_the_batch(name: str, said: tuple[str, str]) -> None:

@@ -137,11 +137,6 @@ def test_each_nth_request_fails() -> None:
     [
         ({"short_results": True}, "engine_error", "the engine returned 7 results for 8 inputs"),
         ({"fail_batch_on": "5"}, "engine_error", "RuntimeError: a request of this batch holds '5'"),
-        (
-            {"oom_above": 4},
-            "out_of_memory",
-            "MemoryError: 8 requests at once; this engine has memory for 4",
-        ),
     ],
 )
 def test_a_batch_that_fails_as_a_whole(options: dict[str, Any], code: str, message: str) -> None:

@@ -272,17 +272,8 @@ def failing(subject: GenerateEngine, monkeypatch: pytest.MonkeyPatch, at_run: in
     monkeypatch.setattr(subject._runner, "run", maybe)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (RuntimeError("a kernel said no"), "engine_error"),
-        (torch.OutOfMemoryError("CUDA out of memory"), "out_of_memory"),
-        (RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes"), "out_of_memory"),
-    ],
-)
-def test_a_fault_in_a_step_fails_those_in_it_and_the_engine_goes_on(
-    error: Exception, code: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_fault_in_a_step_fails_those_in_it_and_the_engine_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    error, code = RuntimeError("a kernel said no"), "engine_error"
     subject = tiny.engine(step_tokens=20)
     failing(subject, monkeypatch, 1, error)
     long = [(PROMPT * 5, Params(max_new_tokens=4)), (PROMPT * 6, Params(max_new_tokens=4))]

@@ -6,12 +6,16 @@ computes, a thread, a socket. Results are matched by position and checked by req
 error and never a shift.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 
 from headway.scheduler.clock import now_ns
 from headway.scheduler.errors import CODES, HeadwayError
 from headway.scheduler.link import Card, Done, Failed, Item, Outcome
+from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
+
+log = logging.getLogger("headway.worker")
 
 MESSAGE_CHARS_MAX = 2000  # an error goes to a client: some frameworks put whole tensors into theirs
 
@@ -66,8 +70,8 @@ class OneShot:
 
     `run(items)` returns one Outcome (or an exception, for that request only) for each item, in order. If it raises, the
     whole batch has failed and the scheduler finds the culprit; one that means that the device is lost goes through, and
-    ends the worker. `tokens(items)`, asked after `run(items)`, is what it computed, padding included, for the cost
-    model; by default the input tokens.
+    ends the worker; out of memory, it runs again here, in halves. `tokens(items)`, asked after `run(items)`, is what it
+    computed, padding included, for the cost model; by default the input tokens.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class OneShot:
         self._run = run
         self._tokens = tokens
         self._close = close
+        self._ceiling = Ceiling(max(1, card.max_batch))  # requests run together
         self._queue: dict[int, Sequence[Item]] = {}  # insertion order is running order
         self._dropped: dict[int, set[int]] = {}
 
@@ -123,19 +128,43 @@ class OneShot:
             self._close()
 
     def _attempt(self, batch: int, items: Sequence[Item], gone: list[Outcome]) -> Report:
-        if not items:
-            return Done(batch, 0, 0, gone)
-        began_ns = now_ns()
+        """Run `items`, all at once if memory suffices, and report it."""
+        began_ns, shortages = now_ns(), self._ceiling.shortages
+        outcomes: list[Outcome] = []
+        spent_ns = tokens = strikes = 0
         try:
-            results = self._run(items)
-            spent_ns = now_ns() - began_ns
-            outcomes = _matched(items, results)
-            tokens = self._tokens(items)
+            while len(outcomes) < len(items):
+                part = items[len(outcomes) : len(outcomes) + self._ceiling.limit]
+                done, took_ns, computed, said = self._part(part)
+                spent_ns, tokens = spent_ns + took_ns, tokens + computed
+                strikes = strikes + 1 if said and len(part) == 1 else 0
+                if strikes == STRIKES:  # it does not fit even alone
+                    done, strikes = [Outcome(part[0].rid, code="out_of_memory", message=said)], 0
+                outcomes += done
         except Exception as error:
             if device_lost(error):
                 raise
             return Failed(batch, code_of(error), text_of(error), compute_ns=now_ns() - began_ns)
-        return Done(batch, spent_ns, tokens, outcomes + gone if gone else outcomes)
+        return Done(batch, spent_ns, tokens, outcomes + gone, self._ceiling.shortages - shortages)
+
+    def _part(self, items: Sequence[Item]) -> tuple[list[Outcome], int, int, str]:
+        """Outcomes of these items, time and tokens computed; or none, and why: memory did not suffice."""
+        began_ns = now_ns()
+        try:
+            results = self._run(items)
+            spent_ns = now_ns() - began_ns
+            outcomes, tokens = _matched(items, results), self._tokens(items)
+        except Exception as error:
+            if code_of(error) != "out_of_memory":
+                raise
+            said = text_of(error)
+        else:
+            self._ceiling.held(len(items))
+            return outcomes, spent_ns, tokens, ""
+        free_caches()
+        limit = self._ceiling.short(len(items))
+        log.warning("out of memory with a batch of %d; at most %d from now on (%s)", len(items), limit, said)
+        return [], 0, 0, said
 
 
 def _cancelled(item: Item) -> Outcome:

@@ -4,7 +4,8 @@ A step gives pages to those who run, oldest first, then starts who waits, in ord
 each decoding request and, in the room the `pace` leaves, chunks of prompts, short ones first. When pages run
 out the youngest is preempted: its pages go to an older one, it waits at the head of the queue, and later reads its text
 so far again. The oldest can therefore always go on, and a request that could not even alone is refused when it comes;
-so nothing is ever lost or stuck. A fault in a forward ends only the requests that were in it.
+so nothing is ever lost or stuck. A fault in a forward ends only the requests that were in it; out of memory ends none
+that fits alone, it makes the next steps smaller.
 """
 
 import logging
@@ -21,21 +22,26 @@ from headway.scheduler.link import Card, Failed, Item, Row, Step
 from headway.scheduler.params import check_vocabulary
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
+from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
+from headway.workers.generate.canary import Canary
 from headway.workers.generate.pace import Pace
+from headway.workers.generate.page_use import PageUse
 from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
+from headway.workers.generate.prefix import SharedPages
 from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
 from headway.workers.generate.routing import Share, placement_of, watch
 from headway.workers.generate.runner import Runner
+from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.generate.sampling import Pick, choice_of, choose
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 
 log = logging.getLogger("headway.worker")
 
-OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a step's token budget
+LOOK_STEPS = 64  # between two looks at free pages, where canaries are on
 
 
 class GenerateEngine:
@@ -55,8 +61,8 @@ class GenerateEngine:
         self._runner = Runner(loaded, spec.attention)
         self._page_tokens = spec.page_tokens
         self._room = room_of(spec, loaded, self._runner)
-        self._pages = Pages(self._room.plan.pages)
         self._cache = self._room.cache
+        self._pages = _pages_of(spec, self._room.plan.pages)
         self._context = loaded.context_tokens or self._pages.total * self._page_tokens
         self._vocab_size = loaded.vocab_size
         self._eos = frozenset(token for token in loaded.eos if token < loaded.vocab_size)
@@ -68,6 +74,12 @@ class GenerateEngine:
         self._running: list[Request] = []  # oldest first
         self._waiting: deque[Request] = deque()  # oldest first; everyone here is younger than all who run
         self._endings: list[Row] = []  # decided between steps, reported with the next
+        self._ceiling = Ceiling(max(spec.step_tokens, spec.max_num_seqs + 1))  # tokens of a step
+        self._steps = 0
+        self._reused = 0  # tokens not read again, in this step
+        self._use = PageUse(self._page_tokens)
+        self._canary = Canary(self._cache, self._page_tokens, self._rng) if spec.canary else None
+        self._pages.guard = self._canary
         log.info("warmed up in %.1f s: %r, %r", (clock.now_ns() - started) / clock.NS_PER_S, self._runner, self._pages)
 
     def __repr__(self) -> str:
@@ -103,6 +115,7 @@ class GenerateEngine:
                 limit=self._limit(tokens, params),
                 choice=choice_of(params, self._rng.getrandbits(63), stops),
                 stops=stops,
+                tenant=item.tenant,
             )
             if request.ending:  # it came complete: all that was missing is this report
                 self._endings.append(Row(batch, item.rid, [], request.ending))
@@ -124,20 +137,29 @@ class GenerateEngine:
         if not self.busy:
             return []
         started = clock.now_ns()
+        self._steps += 1
         rows, self._endings = self._endings, []
+        shortages, self._reused = self._ceiling.shortages, 0
+        if self._canary is not None and self._steps % LOOK_STEPS == 0:
+            self._canary.look()
         self._grow()
         self._start()
-        shares = self._shares()
+        shares = shares_of(self._running, self._pace, self._spec.step_tokens, self._ceiling.limit, self._steps)
         tokens = sum(count for _, count in shares)
         failures: list[Failed] = []
         if shares:
+            fault: tuple[str, str] | None = None
             try:
                 chosen = self._forward(shares)
             except Exception as error:
-                tokens = 0
-                failures = self._fail([request for request, _ in shares], *_fault_of(error))
-            else:
+                fault = _fault_of(error)
+            if fault is None:
                 failures = self._settle(shares, chosen, rows)
+                if self._ceiling.held(tokens):
+                    log.info("memory suffices again for a whole step of %d tokens", self._ceiling.most)
+            else:
+                failures = self._after(fault, shares, tokens, rows)
+                tokens = 0
         spent = clock.now_ns() - started
         if tokens:
             rows_run = sum(1 for _, count in shares if count == 1)
@@ -149,6 +171,8 @@ class GenerateEngine:
             rows=rows,
             kv_used=self._pages.used * self._page_tokens,
             kv_total=self._pages.total * self._page_tokens,
+            shortages=self._ceiling.shortages - shortages,
+            reused=self._reused,
             **self._routed(),
         )
         return [step, *(Failed(one.batch, one.code, one.message, one.rids, spent) for one in failures)]
@@ -217,11 +241,26 @@ class GenerateEngine:
         """Start who waits, in order, while pages for all its text are free and each who runs could take one more."""
         while self._waiting and len(self._running) < self._spec.max_num_seqs:
             request = self._waiting[0]
-            needed = self._pages_for(len(request.tokens))
+            shared = self._shared(request)
+            needed = self._pages_for(len(request.tokens)) - len(shared)
             if needed + len(self._running) > self._pages.free:
+                self._pages.give(shared)
                 return
-            request.pages = self._pages.take(needed)
+            request.pages = shared + self._pages.take(needed)
+            request.written = len(shared) * self._page_tokens
+            self._reused += request.written
             self._running.append(self._waiting.popleft())
+
+    def _shared(self, request: Request) -> list[int]:
+        """Pages that hold the beginning of its text already, now also its own."""
+        if not isinstance(self._pages, SharedPages) or not request.tenant:
+            return []
+        return self._pages.reuse(request.tenant, request.tokens)
+
+    def _share(self, request: Request) -> None:
+        """What it has written may be read by others of its tenant. Only of a text whose logits were found good."""
+        if isinstance(self._pages, SharedPages) and request.tenant:
+            self._pages.learn(request.tenant, request.tokens[: request.written], request.pages)
 
     def _give_back(self, request: Request) -> None:
         self._pages.give(request.pages)
@@ -237,26 +276,7 @@ class GenerateEngine:
 
     # ------------------------------------------------------------ a step
 
-    def _shares(self) -> list[tuple[Request, int]]:
-        """Who runs how many tokens: every decoding request one, long ones first, then prompts while the budget lasts.
-
-        The prompt with the least left to read goes first, so that a long one does not hold up the short ones behind it;
-        the oldest has OLDEST_SHARE of the budget for its own, so that they do not hold it up for ever.
-        """
-        decoding = [(request, 1) for request in self._running if request.pending == 1]
-        decoding.sort(key=lambda share: -len(share[0].tokens))  # equal lengths side by side read alike
-        reading = [request for request in self._running if request.pending > 1]
-        if not reading:
-            return decoding
-        budget = self._pace.room(len(decoding), self._spec.step_tokens)  # a prompt always goes on
-        shares = {id(request): 0 for request in reading}
-        for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
-            taken = min(most, budget, request.pending - shares[id(request)])
-            shares[id(request)] += taken
-            budget -= taken
-        return decoding + [(request, shares[id(request)]) for request in reading if shares[id(request)]]
-
-    def _forward(self, shares: Sequence[tuple[Request, int]]) -> list[Pick | None]:
+    def _forward(self, shares: Sequence[Portion]) -> list[Pick | None]:
         """The next token of each share that completes its request's text so far."""
         spans = [request.span(count) for request, count in shares]
         rows = next((at for at, (request, _) in enumerate(shares) if request.pending > 1), len(shares))
@@ -269,12 +289,13 @@ class GenerateEngine:
         return choose(logits, ready)
 
     def _settle(
-        self, shares: Sequence[tuple[Request, int]], chosen: Sequence[Pick | None], rows: list[Row]
+        self, shares: Sequence[Portion], chosen: Sequence[Pick | None], rows: list[Row]
     ) -> list[Failed]:
         """Book a step that went well: `rows` gets what is new; requests whose logits are not finite fail."""
         broken, picks = [], iter(chosen)
         for request, count in shares:
             request.written += count
+            request.strikes = 0
             if request.pending:
                 continue
             pick = next(picks)
@@ -284,9 +305,32 @@ class GenerateEngine:
             request.tokens.append(pick.token)
             ending = request.ending
             rows.append(Row(request.batch, request.rid, [pick.token], ending, logprobs=pick.logprobs))
+            if ending or count > 1:
+                self._share(request)
             if ending:
+                if hint := self._use.observe(len(request.tokens)):
+                    log.warning(hint)
                 self._release(request)
         return self._fail(broken, "engine_error", "the model computed logits that are not finite")
+
+    def _after(
+        self, fault: tuple[str, str], shares: Sequence[Portion], tokens: int, rows: list[Row]
+    ) -> list[Failed]:
+        """A forward raised `fault`. Out of memory costs no request anything but time: the next step is smaller. Only
+        one that a step of a single token of its own does not fit, twice, ends with it."""
+        code, message = fault
+        if code != "out_of_memory":
+            return self._fail([request for request, _ in shares], code, message)
+        free_caches()
+        limit = self._ceiling.short(tokens)
+        log.warning("out of memory in a step of %d tokens; at most %d from now on (%s)", tokens, limit, message)
+        if tokens == 1:
+            request = shares[0][0]
+            request.strikes += 1
+            if request.strikes == STRIKES:
+                self._release(request)
+                rows.append(Row(request.batch, request.rid, [], "error", code, message))
+        return []
 
     def _routed(self) -> dict[str, Any]:
         """What the step's report says of experts; nothing for a model without any."""
@@ -308,6 +352,7 @@ class GenerateEngine:
         room = self._pages.total * self._page_tokens
         longest = min(self._context, room + 1) - 1  # one token must still be answered
         facts = loaded.facts | self._room.facts | {"attention": f"packed {self._runner.attention}"}
+        facts |= {"prefix_sharing": self._spec.prefix_sharing, "canary": "on" if self._spec.canary else "off"}
         if packed := self._runner.weights.bytes:
             facts["linear_layers"] = f"packed by oneDNN ({packed >> 20} MiB)"
         return Card(
@@ -328,23 +373,21 @@ class GenerateEngine:
         )
 
 
-def _shortest_first(reading: Sequence[Request], budget: int) -> list[tuple[Request, int]]:
-    return [(request, budget) for request in sorted(reading, key=lambda request: request.pending)]
+def _pages_of(spec: ModelSpec, total: int) -> Pages:
+    return SharedPages(total, spec.page_tokens) if spec.prefix_sharing == "tenant" else Pages(total)
 
 
 def _part(request: Request, span: Span) -> Share:
     return Share(request.key, span.start, len(span.ids), request.input_tokens)
 
 
-def _ready(shares: Sequence[tuple[Request, int]], spans: Sequence[Span]) -> list[Request]:
+def _ready(shares: Sequence[Portion], spans: Sequence[Span]) -> list[Request]:
     return [request for (request, _), span in zip(shares, spans, strict=True) if span.last]
 
 
 def _fault_of(error: Exception) -> tuple[str, str]:
     """Code and message of what a forward raised. A broken accelerator is raised again: no later step can work."""
     code = code_of(error)
-    if code == "out_of_memory" and torch.cuda.is_available():
-        torch.cuda.empty_cache()
-    elif isinstance(error, getattr(torch, "AcceleratorError", ())):
+    if code != "out_of_memory" and isinstance(error, getattr(torch, "AcceleratorError", ())):
         raise error
     return code, text_of(error)

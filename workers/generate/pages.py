@@ -7,7 +7,7 @@ changes hands: a plan never reads a slot its own request has not written, and te
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import Cache
@@ -16,13 +16,26 @@ from headway.workers.generate.lowered import SCALE_DTYPE, decode, encode
 from headway.workers.generate.plan import Plan
 
 
-class Pages:
-    """The free list. `total` pages; `take` and `give` move them; `used` and `free` count them."""
+class Guard(Protocol):
+    """Who watches pages that nobody holds."""
 
-    def __init__(self, total: int) -> None:
+    def freed(self, pages: Sequence[int]) -> None: ...
+
+    def taken(self, pages: Sequence[int]) -> None: ...
+
+
+class Pages:
+    """The free list. `total` pages; `take` and `give` move them; `used` and `free` count them.
+
+    A page may have several holders (`hold`), and is free when the last has given it back. `guard` is told of pages as
+    they become free, and before they are used again.
+    """
+
+    def __init__(self, total: int, guard: Guard | None = None) -> None:
         self.total = total
+        self.guard = guard
         self._free = list(range(total - 1, -1, -1))
-        self._taken = bytearray(total)
+        self._holders = [0] * total
 
     def __repr__(self) -> str:
         return f"<Pages {self.used}/{self.total} used>"
@@ -33,23 +46,34 @@ class Pages:
 
     @property
     def used(self) -> int:
-        return self.total - len(self._free)
+        return self.total - self.free
 
     def take(self, count: int) -> list[int]:
         """`count` pages that are now the caller's. There must be that many free."""
         assert 0 <= count <= len(self._free), f"{count} pages wanted, {len(self._free)} free"
         cut = len(self._free) - count
         taken, self._free[cut:] = self._free[cut:], []
+        if taken and self.guard is not None:
+            self.guard.taken(taken)
         for page in taken:
-            self._taken[page] = 1
+            self._holders[page] = 1
         return taken
 
-    def give(self, pages: Sequence[int]) -> None:
-        """Return pages that `take` handed out, each once."""
+    def hold(self, pages: Sequence[int]) -> None:
+        """These pages, held by somebody, are now also the caller's."""
         for page in pages:
-            assert self._taken[page], f"page {page} returned twice"
-            self._taken[page] = 0
-        self._free.extend(pages)
+            assert self._holders[page], f"page {page} is free"
+            self._holders[page] += 1
+
+    def give(self, pages: Sequence[int]) -> None:
+        """Return pages that `take` or `hold` handed out, each once."""
+        for page in pages:
+            assert self._holders[page], f"page {page} returned twice"
+            self._holders[page] -= 1
+        freed = [page for page in pages if not self._holders[page]]
+        if freed and self.guard is not None:
+            self.guard.freed(freed)
+        self._free.extend(freed)
 
 
 class PagedCache(Cache):

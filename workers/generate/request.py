@@ -14,7 +14,8 @@ from headway.workers.generate.sampling import Choice
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Request:
-    """`tokens`: input, then what was generated here or elsewhere. `limit`: how many `tokens` it may grow to."""
+    """`tokens`: input, then what was generated here or elsewhere. `limit`: how many `tokens` it may grow to.
+    `served`: the last step it got while memory was too short for all; `strikes`: steps of its own that did not fit."""
 
     batch: int
     rid: int
@@ -23,8 +24,11 @@ class Request:
     limit: int
     choice: Choice
     stops: frozenset[int]
+    tenant: str = ""
     pages: list[int] = dataclasses.field(default_factory=list)
     written: int = 0
+    served: int = 0
+    strikes: int = 0
     history: History = dataclasses.field(default_factory=History)
 
     def __repr__(self) -> str:
