@@ -256,8 +256,8 @@ class Outcome(Struct, frozen=True, array_like=True):
 
 
 class Done(Struct, frozen=True, array_like=True, tag="done"):
-    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, with padding. `shortages`: how often memory
-    ran out in it, so that a part of it ran again in halves. The rest is as in Step."""
+    """A one-shot batch ended. `compute_ns`: in the engine. `tokens`: computed, padding included. `shortages`: how often
+    memory ran out in it, so that a part ran again in halves. The rest is as in Step."""
 
     batch: int
     compute_ns: int

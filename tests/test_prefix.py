@@ -149,7 +149,9 @@ def test_nothing_is_shared_across_tenants_or_without_one_or_when_off(sharing: st
     tiny.drive(subject)
 
 
-def test_fifty_pairs_after_cancels_and_errors_get_the_answers_of_a_fresh_server(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fifty_pairs_after_cancels_and_errors_get_the_answers_of_a_fresh_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A is cancelled or fails in the middle, in one of three; B begins with the same long text."""
     subject = engine()
     run, rng, broken = subject._runner.run, random.Random(3), [False]

@@ -34,8 +34,8 @@ from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
 from headway.workers.generate.routing import Share, placement_of, watch
 from headway.workers.generate.runner import Runner
-from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.generate.sampling import Pick, choice_of, choose
+from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 
@@ -288,9 +288,7 @@ class GenerateEngine:
             return []
         return choose(logits, ready)
 
-    def _settle(
-        self, shares: Sequence[Portion], chosen: Sequence[Pick | None], rows: list[Row]
-    ) -> list[Failed]:
+    def _settle(self, shares: Sequence[Portion], chosen: Sequence[Pick | None], rows: list[Row]) -> list[Failed]:
         """Book a step that went well: `rows` gets what is new; requests whose logits are not finite fail."""
         broken, picks = [], iter(chosen)
         for request, count in shares:
@@ -313,9 +311,7 @@ class GenerateEngine:
                 self._release(request)
         return self._fail(broken, "engine_error", "the model computed logits that are not finite")
 
-    def _after(
-        self, fault: tuple[str, str], shares: Sequence[Portion], tokens: int, rows: list[Row]
-    ) -> list[Failed]:
+    def _after(self, fault: tuple[str, str], shares: Sequence[Portion], tokens: int, rows: list[Row]) -> list[Failed]:
         """A forward raised `fault`. Out of memory costs no request anything but time: the next step is smaller. Only
         one that a step of a single token of its own does not fit, twice, ends with it."""
         code, message = fault
