@@ -112,6 +112,10 @@ def test_workers_die_with_a_killed_scheduler(tmp_path: Path, moment: str) -> Non
         server.wait()
         _, alive = psutil.wait_procs(workers, timeout=5)
         assert not alive
+        server = subprocess.Popen(  # what the killed one left behind does not block the next
+            [sys.executable, "-m", "headway", "serve", "--config", str(config)], stderr=subprocess.DEVNULL
+        )
+        assert client.status()["state"] == "serving"
     finally:
         client.close()
         server.kill()

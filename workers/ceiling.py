@@ -49,7 +49,7 @@ class Ceiling:
 def free_caches() -> None:
     """Give back memory that nobody uses but an allocator keeps. Call it when the exception that told is gone: its
     frames hold the tensors of the computation that failed."""
-    gc.collect()
+    gc.collect(1)  # the young: a whole collection beside a model takes most of a second
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()

@@ -145,7 +145,7 @@ class OneShot:
             if device_lost(error):
                 raise
             return Failed(batch, code_of(error), text_of(error), compute_ns=now_ns() - began_ns)
-        return Done(batch, spent_ns, tokens, outcomes + gone, self._ceiling.shortages - shortages)
+        return Done(batch, spent_ns, tokens, outcomes + gone, shortages=self._ceiling.shortages - shortages)
 
     def _part(self, items: Sequence[Item]) -> tuple[list[Outcome], int, int, str]:
         """Outcomes of these items, time and tokens computed; or none, and why: memory did not suffice."""
