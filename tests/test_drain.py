@@ -119,3 +119,4 @@ def test_workers_die_with_a_killed_scheduler(tmp_path: Path, moment: str) -> Non
     finally:
         client.close()
         server.kill()
+        server.wait()
