@@ -5,7 +5,7 @@ batch and request, until the core has said whether it is current.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -34,6 +34,7 @@ class Crew:
         self.supervisor = Supervisor(spec, hub.address)
         self.routes = Routes(spec.models)
         self.records = Records()
+        self.counters: Counter[str] = Counter()  # what workers say that decides nothing
         self.pids: dict[int, tuple[int, str]] = {}  # worker -> (process, name)
         self.rows: dict[tuple[int, int], deque[link.Row]] = {}
         self.outcomes: dict[tuple[int, int], link.Outcome] = {}
@@ -145,7 +146,7 @@ class Crew:
 
     def _done(self, worker: int, message: link.Done) -> None:
         batch = message.batch
-        self.records.counters["memory_shortages"] += message.shortages
+        self.counters["memory_shortages"] += message.shortages
         failed = []
         for outcome in message.outcomes:
             self.outcomes[(batch, outcome.rid)] = outcome
@@ -159,8 +160,8 @@ class Crew:
         self._post(ev.BatchFailed(worker, message.batch, known(message.code), message.message, tuple(message.rids)))
 
     def _step(self, worker: int, message: link.Step) -> None:
-        self.records.counters["memory_shortages"] += message.shortages
-        self.records.counters["prefix_tokens"] += message.reused
+        self.counters["memory_shortages"] += message.shortages
+        self.counters["prefix_tokens"] += message.reused
         rows = []
         age_ns = self._age_ns()
         for row in message.rows:

@@ -103,6 +103,7 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
     counters = dict(runtime.core.counters)
     for name, count in [
         *runtime.counters.items(),
+        *runtime.crew.counters.items(),
         *(runtime.front.counters.items() if runtime.front else ()),
     ]:
         counters[name] = counters.get(name, 0) + count

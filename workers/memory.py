@@ -130,23 +130,27 @@ def divide(
     page_tokens: int = 16,
     context_tokens: int = 0,
     max_num_seqs: int = 1,
-    share: float = SHARE,
+    sharers: int = 1,
 ) -> MemoryPlan:
     """Divide the memory that is free before loading.
 
-    `kv_bytes`: what the operator asked for, which must fit; 0: what is left of `share`, up to `kv_bytes_max` (0: no
+    `kv_bytes`: what the operator asked for, which must fit; 0: what is left of SHARE, up to `kv_bytes_max` (0: no
     bound) and never more than all requests could fill. `gather_bytes`: what a step copies of each cached token (one
-    layer of it at a time). Raises DoesNotFitError.
+    layer of it at a time). `sharers`: workers that load beside each other, so that none takes what another needs; one
+    that starts again later finds the others' part gone already. Raises DoesNotFitError.
     """
-    left = int(free_bytes * share) - weight_bytes - work_bytes
+    left = int(free_bytes * SHARE) - weight_bytes - work_bytes
     if left < 0:
         raise DoesNotFitError(
             f"the weights ({size(weight_bytes)}) and one step ({size(work_bytes)}) need more than "
-            f"{share:.0%} of the {size(free_bytes)} that are free; take a smaller dtype or model, or another device"
+            f"{SHARE:.0%} of the {size(free_bytes)} that are free; take a smaller dtype or model, or another device"
         )
     page_bytes = page_tokens * (token_bytes + gather_bytes)
     pages = 0
     if token_bytes:
+        if not kv_bytes:
+            part = int(free_bytes * SHARE / sharers) - weight_bytes - work_bytes
+            left = part if part >= page_bytes else left // sharers
         pages = _pages(left, page_bytes, page_tokens * token_bytes, kv_bytes, kv_bytes_max, page_tokens)
         if context_tokens:
             pages = min(pages, max_num_seqs * -(-context_tokens // page_tokens))
@@ -193,10 +197,7 @@ def plan_generate(
     context_tokens: int,
     cpu: bool,
 ) -> MemoryPlan:
-    """The plan of a generating worker as `spec` asks, its model run in `dtype`. Raises DoesNotFitError.
-
-    On an accelerator the workers of one model may share one, so each plans with its part of it.
-    """
+    """The plan of a generating worker as `spec` asks, its model run in `dtype`. Raises DoesNotFitError."""
     return divide(
         free_bytes=free_bytes,
         weight_bytes=weight_bytes,
@@ -208,7 +209,7 @@ def plan_generate(
         page_tokens=spec.page_tokens,
         context_tokens=context_tokens,
         max_num_seqs=spec.max_num_seqs,
-        share=SHARE if cpu else SHARE / max(1, spec.workers),
+        sharers=max(1, spec.workers),
     )
 
 
