@@ -40,6 +40,7 @@ COMMANDS = [
     "demo",
     "simulate",
     "plan",
+    "tune",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
