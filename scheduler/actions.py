@@ -3,7 +3,7 @@
 from msgspec import Struct
 
 
-class Dispatch(Struct, frozen=True, gc=False):
+class Dispatch(Struct, frozen=True, tag=True, gc=False):
     """Send these requests to the worker as one batch. `reason`: why now; `placed`: why there; `waited_ns`: how long the
     oldest of the lane waited."""
 
@@ -19,13 +19,13 @@ class Dispatch(Struct, frozen=True, gc=False):
     running: int  # requests on the worker, these included
 
 
-class Forward(Struct, frozen=True, gc=False):
+class Forward(Struct, frozen=True, tag=True, gc=False):
     """The new tokens that the step just reported for these (batch, rid) are current: pass them on."""
 
     rows: tuple[tuple[int, int], ...]
 
 
-class Drop(Struct, frozen=True, gc=False):
+class Drop(Struct, frozen=True, tag=True, gc=False):
     """Tell the worker to stop working on these requests of this batch."""
 
     worker: int
@@ -33,7 +33,7 @@ class Drop(Struct, frozen=True, gc=False):
     rids: tuple[int, ...]
 
 
-class Hold(Struct, frozen=True, gc=False):
+class Hold(Struct, frozen=True, tag=True, gc=False):
     """Nothing to be done: the first of a lane is not running, for a reason, until this time (None: until something
     happens). Said when the waiting begins and when its reason changes."""
 
@@ -44,7 +44,7 @@ class Hold(Struct, frozen=True, gc=False):
     until_ns: int | None
 
 
-class Refuse(Struct, frozen=True, gc=False):
+class Refuse(Struct, frozen=True, tag=True, gc=False):
     """The request was not taken in, for the reason. Its one ending."""
 
     rid: int
@@ -54,7 +54,7 @@ class Refuse(Struct, frozen=True, gc=False):
     reason: str = ""
 
 
-class End(Struct, frozen=True, gc=False):
+class End(Struct, frozen=True, tag=True, gc=False):
     """The request's one ending: good (`code` empty; `finish` for generation) or bad. `batch`: where it ran, or 0."""
 
     rid: int
@@ -65,14 +65,14 @@ class End(Struct, frozen=True, gc=False):
     retry_after_ms: int | None = None
 
 
-class Restart(Struct, frozen=True, gc=False):
+class Restart(Struct, frozen=True, tag=True, gc=False):
     """The core has given this worker up (silent, or stuck): end the process if it is ours, and start another."""
 
     worker: int
     reason: str
 
 
-class Drained(Struct, frozen=True, gc=False):
+class Drained(Struct, frozen=True, tag=True, gc=False):
     """Draining, and nothing is left to do."""
 
 

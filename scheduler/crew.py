@@ -152,10 +152,12 @@ class Crew:
             self.outcomes[(batch, outcome.rid)] = outcome
             if outcome.code:
                 failed.append((outcome.rid, known(outcome.code), outcome.message))
+        self.counters["compute_us"] += message.compute_ns // 1000
         self.records.done(batch, message.compute_ns, self._age_ns(), message.tokens)
         self._post(ev.BatchDone(worker, batch, message.compute_ns, message.tokens, tuple(failed)))
 
     def _failed(self, worker: int, message: link.Failed) -> None:
+        self.counters["compute_us"] += message.compute_ns // 1000
         self.records.done(message.batch, message.compute_ns, self._age_ns())
         self._post(ev.BatchFailed(worker, message.batch, known(message.code), message.message, tuple(message.rids)))
 
@@ -163,6 +165,7 @@ class Crew:
         self.counters["memory_shortages"] += message.shortages
         self.counters["prefix_tokens"] += message.reused
         rows = []
+        self.counters["compute_us"] += message.compute_ns // 1000
         age_ns = self._age_ns()
         for row in message.rows:
             if row.tokens:

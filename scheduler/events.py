@@ -7,7 +7,7 @@ that whatever arrives late can be told from what is current.
 from msgspec import Struct
 
 
-class Submit(Struct, frozen=True, gc=False):
+class Submit(Struct, frozen=True, tag=True, gc=False):
     """A request is at the door. With this event it is the core's; the core owes it exactly one Refuse or End.
 
     `tokens`: input length. `max_new`: most output tokens. `deadline_ns`: on the clock of `now_ns`.
@@ -24,7 +24,7 @@ class Submit(Struct, frozen=True, gc=False):
     tenant: str = ""
 
 
-class Cancel(Struct, frozen=True, gc=False):
+class Cancel(Struct, frozen=True, tag=True, gc=False):
     """Somebody wants the request ended: its client (cancelled), or the shell (slow_reader)."""
 
     rid: int
@@ -32,19 +32,19 @@ class Cancel(Struct, frozen=True, gc=False):
     message: str = "cancelled by the client"
 
 
-class ClientGone(Struct, frozen=True, gc=False):
+class ClientGone(Struct, frozen=True, tag=True, gc=False):
     """A client's connection is gone: its work is pointless."""
 
     client: int
 
 
-class Satisfied(Struct, frozen=True, gc=False):
+class Satisfied(Struct, frozen=True, tag=True, gc=False):
     """The shell found the answer complete (a stop string): a good ending before the engine's own."""
 
     rid: int
 
 
-class WorkerReady(Struct, frozen=True, gc=False, repr_omit_defaults=True):
+class WorkerReady(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=True):
     """A worker registered. `prior_ns`: its own guess of (a, b, m), or empty. `padded`: its batches are padded to their
     longest input. `kv_tokens`: what its cache holds (0: no cache, or not said)."""
 
@@ -60,7 +60,7 @@ class WorkerReady(Struct, frozen=True, gc=False, repr_omit_defaults=True):
     kv_tokens: int = 0
 
 
-class Beat(Struct, frozen=True, gc=False):
+class Beat(Struct, frozen=True, tag=True, gc=False):
     """A worker is alive; `progress` grows while it works."""
 
     worker: int
@@ -68,7 +68,7 @@ class Beat(Struct, frozen=True, gc=False):
     busy: bool
 
 
-class BatchDone(Struct, frozen=True, gc=False):
+class BatchDone(Struct, frozen=True, tag=True, gc=False):
     """A one-shot batch ended. `failed`: (rid, code, message) of those that ended badly; all others ended well."""
 
     worker: int
@@ -78,7 +78,7 @@ class BatchDone(Struct, frozen=True, gc=False):
     failed: tuple[tuple[int, str, str], ...] = ()
 
 
-class BatchFailed(Struct, frozen=True, gc=False):
+class BatchFailed(Struct, frozen=True, tag=True, gc=False):
     """A batch, or the named part of it, failed together and the culprit is not known."""
 
     worker: int
@@ -99,7 +99,7 @@ class RowDone(Struct, frozen=True, gc=False):
     message: str = ""
 
 
-class StepDone(Struct, frozen=True, gc=False, repr_omit_defaults=True):
+class StepDone(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=True):
     """A step of an iteration-level engine. `tokens`: computed in it; `running`: requests in it; `kv_used` of `kv_total`
     tokens of its cache are taken (0 of 0: it has none)."""
 
@@ -112,7 +112,7 @@ class StepDone(Struct, frozen=True, gc=False, repr_omit_defaults=True):
     kv_total: int = 0
 
 
-class WorkerLost(Struct, frozen=True, gc=False):
+class WorkerLost(Struct, frozen=True, tag=True, gc=False):
     """A worker process ended or cannot be reached. `orderly`: it left as it should, so nobody is to blame."""
 
     worker: int
@@ -120,7 +120,7 @@ class WorkerLost(Struct, frozen=True, gc=False):
     orderly: bool = False
 
 
-class ServiceDown(Struct, frozen=True, gc=False):
+class ServiceDown(Struct, frozen=True, tag=True, gc=False):
     """No worker will come for this model and kind any more: whoever waits for one must be told."""
 
     model: str
@@ -128,17 +128,17 @@ class ServiceDown(Struct, frozen=True, gc=False):
     reason: str
 
 
-class Drain(Struct, frozen=True, gc=False):
+class Drain(Struct, frozen=True, tag=True, gc=False):
     """Take no new work; what is here may finish until `deadline_ns`."""
 
     deadline_ns: int
 
 
-class Tick(Struct, frozen=True, gc=False):
+class Tick(Struct, frozen=True, tag=True, gc=False):
     """Only time has passed."""
 
 
-class Together(Struct, frozen=True):
+class Together(Struct, frozen=True, tag=True):
     """Things noticed at one time: all are taken in first, then it is decided once. So a burst becomes one batch."""
 
     events: list["Event"]

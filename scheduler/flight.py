@@ -5,6 +5,8 @@ ids into text and deltas, holds back what may still become a stop string, and re
 another worker can continue after them.
 """
 
+from collections.abc import Callable
+
 from headway.scheduler import clock, link, wire
 from headway.scheduler.book import NEVER_NS
 from headway.scheduler.errors import HeadwayError
@@ -42,7 +44,10 @@ class Odds:
 
 
 class Flight:
-    """The payload of one request. `reply` takes its messages; after `finish` or `fail` nothing more is sent."""
+    """The payload of one request. `reply` takes its messages; after `finish` or `fail` nothing more is sent.
+
+    `on_end`, if set, is told of the ending: "ok", or the error's code.
+    """
 
     __slots__ = (
         "_odds",
@@ -62,6 +67,7 @@ class Flight:
         "kind",
         "message",
         "model",
+        "on_end",
         "out",
         "params",
         "payload",
@@ -70,6 +76,7 @@ class Flight:
         "stopped",
         "tokens",
         "truncated",
+        "written",
     )
 
     def __init__(self, rid: int, client: int, message: wire.Request, reply: Reply, now_ns: int) -> None:
@@ -92,6 +99,8 @@ class Flight:
         self.out: list[int] = []
         self.stopped = False
         self.entered = False  # the core has it
+        self.written = False  # its arrival is in the record of traffic
+        self.on_end: Callable[[Flight, str], None] | None = None
         self._text: TextStream | None = None
         self._stops: StopMatcher | None = None
         self._odds: Odds | None = None
@@ -226,12 +235,18 @@ class Flight:
                 model=self.model,
             )
         )
+        self._over("ok")
 
     def fail(self, error: HeadwayError) -> None:
         """The bad ending; what had been made so far goes with it, unless the client does not read anyway."""
         if self.out and error.code != "slow_reader":
             error.partial = {"text": self._flush(), "token_ids": self.out}
         self.reply(wire.error_message(self.message.id, error))
+        self._over(error.code)
+
+    def _over(self, outcome: str) -> None:
+        if self.on_end is not None:
+            self.on_end(self, outcome)
 
 
 def _ms(ns: int) -> float:

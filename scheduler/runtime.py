@@ -18,6 +18,7 @@ import zmq
 from headway.scheduler import actions as act
 from headway.scheduler import clock, link, wire
 from headway.scheduler import events as ev
+from headway.scheduler.blackbox import BlackBox
 from headway.scheduler.chosen import policies_of
 from headway.scheduler.core import STOPPED, Core
 from headway.scheduler.crew import Crew
@@ -27,6 +28,7 @@ from headway.scheduler.flight import Flight
 from headway.scheduler.front import Front, Reply
 from headway.scheduler.held import WINDOW_FAULT
 from headway.scheduler.hub import Hub
+from headway.scheduler.recorder import Recorder
 from headway.scheduler.spec import ServerSpec
 from headway.scheduler.waker import Waker
 
@@ -67,7 +69,13 @@ class Runtime:
         self.waker = Waker()
         self.door = Door(self)
         self.front: Front | None = None
+        self.recorder: Recorder | None = None
+        self.black_box: BlackBox | None = None
         try:
+            if spec.record:
+                self.recorder = Recorder(spec.record, prompts=spec.record_prompts, names=spec.record_tenants == "names")
+            if spec.flight_record:
+                self.black_box = BlackBox(spec.flight_record, spec)
             self.front = Front(self._context, spec) if front else None
             hub = Hub(self._context, self._workers_bind(), curve=spec.curve, allow_public=spec.allow_public)
         except BaseException:
@@ -97,6 +105,8 @@ class Runtime:
             return
         self._given += 1
         flight = Flight(self._given, client, message, reply, now_ns)
+        if self.recorder is not None:
+            flight.on_end = self.recorder.went
         self._flights[flight.rid] = flight
         mine[message.id] = flight.rid
         self._bytes += flight.bytes
@@ -121,6 +131,8 @@ class Runtime:
         if flight.rid not in self._flights:
             return  # cancelled while its text was tokenised
         flight.entered = True
+        if self.recorder is not None:
+            self.recorder.came(flight)
         message = flight.message
         self.post(
             ev.Submit(
@@ -231,15 +243,22 @@ class Runtime:
         now_ns = clock.now_ns()
         events, self._pending = self._pending, []
         if events:
-            self._perform(self.core.step(events[0] if len(events) == 1 else ev.Together(events), now_ns), now_ns)
+            self._step(events[0] if len(events) == 1 else ev.Together(events), now_ns)
         elif now_ns >= self.core.wakeup_ns:
-            self._perform(self.core.step(ev.Tick(), now_ns), now_ns)
+            self._step(ev.Tick(), now_ns)
         self.crew.clear()
         self.door.expire(now_ns)
         self._look_drained(now_ns)
         if self.front is not None:
             self.front.flush(now_ns)
         self._look_again()
+        self._write_down()
+
+    def _step(self, event: ev.Event, now_ns: int) -> None:
+        actions = self.core.step(event, now_ns)
+        if self.black_box is not None:
+            self.black_box.note(event, now_ns, actions)
+        self._perform(actions, now_ns)
 
     def _look_again(self) -> None:
         """A send, too, takes note of what has come, and then the descriptor says nothing more: so look before sleeping.
@@ -254,6 +273,13 @@ class Runtime:
                 self.waker.set()
             else:
                 self._gathering = True
+
+    def _write_down(self) -> None:
+        """What this turn recorded goes to its files."""
+        if self.recorder is not None:
+            self.recorder.tape.flush()
+        if self.black_box is not None:
+            self.black_box.tape.flush()
 
     def _look_drained(self, now_ns: int) -> None:
         """Drained when the core says so and nobody is left at the door; at the limit, whoever is there is told."""
@@ -382,6 +408,9 @@ class Runtime:
         self._context.term()
         if self._folder is not None:
             self._folder.cleanup()
+        for record in (self.recorder, self.black_box):
+            if record is not None:
+                record.tape.close()
 
 
 def _nobody(message: wire.ServerMessage) -> None:

@@ -113,9 +113,6 @@ class ModelSpec(Frozen):
     expert_placement: Annotated[
         str, Field(description="JSON file of which experts lie where, replicas too; empty: equal runs on each device")
     ] = ""
-    profile: Annotated[
-        str, Field(description="file that headway tune wrote: its cost, and its batch sizes where none are set here")
-    ] = ""
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
     sampling_defaults: Annotated[
         Literal["neutral", "model"],
@@ -226,6 +223,15 @@ class ServerSpec(Frozen):
     restarts_max: Annotated[int, Field(ge=0, le=1000, description="restarts in a row before a worker is given up")] = 5
     send_hwm: Annotated[int, Field(ge=1, description="messages libzmq queues for one client")] = 1000
     outbox_mib: Annotated[int, Field(ge=1, le=1024, description="answers kept for one client that does not read")] = 16
+    record: Annotated[str, Field(description="write the traffic down in this file, to be replayed; empty: do not")] = ""
+    record_prompts: Annotated[bool, Field(description="`record` what requests contain, too")] = False
+    record_tenants: Annotated[
+        Literal["hashed", "names"],
+        Field(description="tenants in `record`: hashed with a salt that is not kept, or not"),
+    ] = "hashed"
+    flight_record: Annotated[
+        str, Field(description="write every event of the core and every decision down in this file; empty: do not")
+    ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least level that is logged, to stderr")
     ] = "info"

@@ -40,7 +40,9 @@ COMMANDS = [
     "demo",
     "simulate",
     "plan",
-    "tune",
+    "replay",
+    "compare",
+    "rerun",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode

@@ -29,18 +29,7 @@ ARROWS = {
         "headway.workers.",
         *(
             f"headway.scheduler.{name}."
-            for name in (
-                "wire",
-                "params",
-                "link",
-                "errors",
-                "clock",
-                "spec",
-                "values",
-                "keepalive",
-                "imports",
-                "profile",
-            )
+            for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive", "imports")
         ),
         "headway.scheduler.latency.",  # the cost model is pure, and learned on both sides of the link
     ),

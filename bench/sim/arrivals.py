@@ -25,7 +25,8 @@ class TraceError(ConfigError):
 
 @dataclass(frozen=True, eq=False)
 class Arrivals:
-    """One request in each position. `deadline_ns`: after its arrival, 0 for none. `tenant`: index into `tenants`."""
+    """One request in each position. `deadline_ns`: after its arrival, 0 for none. `tenant`: index into `tenants`.
+    `row`: which record of its recording it was, where there is more to be known of it there."""
 
     name: str
     at_ns: Ints
@@ -36,6 +37,7 @@ class Arrivals:
     tenant: Ints
     tenants: tuple[str, ...] = ("",)
     notes: tuple[str, ...] = field(default=())
+    row: Ints | None = None
 
     def __len__(self) -> int:
         return len(self.at_ns)
@@ -71,6 +73,7 @@ class Arrivals:
             deadline_ns=self.deadline_ns[keep],
             priority=self.priority[keep],
             tenant=self.tenant[keep],
+            row=None if self.row is None else self.row[keep],
         )
 
     def cut(self, *, start_s: float = 0.0, span_s: float = 0.0, limit: int = 0) -> "Arrivals":

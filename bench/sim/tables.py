@@ -19,9 +19,9 @@ def shown(report: Report) -> RenderableType:
     """The whole report."""
     parts: list[RenderableType] = [Text(_head(report), style="bold"), _times(report), _facts(report)]
     if report.batch_sizes:
-        parts.append(_sizes(report))
-    counts = (("launched because", report.launches), ("refused", report.refused), ("failed", report.failed))
-    parts += [_counts(title, values) for title, values in counts if values]
+        parts.append(sizes({int(size): count for size, count in report.batch_sizes.items()}))
+    counted = (("launched because", report.launches), ("refused", report.refused), ("failed", report.failed))
+    parts += [counts(title, values) for title, values in counted if values]
     if report.tenants:
         parts.append(_tenants(report))
     parts += [Text(f"note: {note}", style="dim") for note in report.notes]
@@ -43,7 +43,8 @@ def number(value: float | None, unit: str = "") -> str:
     return text + unit
 
 
-def _row(name: str, spread: Spread) -> list[str]:
+def row(name: str, spread: Spread) -> list[str]:
+    """A name, of how many, and the columns of HEADS."""
     values = (spread.mean_ms, spread.p50_ms, spread.p90_ms, spread.p95_ms, spread.p99_ms, spread.p999_ms, spread.max_ms)
     return [name, f"{spread.n:,}", *(number(value) for value in values)]
 
@@ -61,7 +62,7 @@ def _times(report: Report) -> Table:
     }
     for name, spread in rows.items():
         if spread.n:
-            table.add_row(*_row(name, spread))
+            table.add_row(*row(name, spread))
     return table
 
 
@@ -69,28 +70,28 @@ def _facts(report: Report) -> Table:
     table = Table(show_header=False)
     facts: dict[str, str] = {
         "completed": f"{report.completed:,} of {report.requests:,}, {number(report.completed_rps)} a second",
-        "device": f"{number(report.device_ms_per_request)} ms a request, {_share(report.utilisation)} busy",
+        "device": f"{number(report.device_ms_per_request)} ms a request, {share(report.utilisation)} busy",
         "batches": f"{report.batches:,}, {number(report.batch_size_mean)} requests each",
-        "padding": f"{_share(report.padding_waste)} of a padded batch would be padding",
+        "padding": f"{share(report.padding_waste)} of a padded batch would be padding",
     }
     if report.slo_ms is not None:
-        within = f"{_share(report.goodput)} within {report.slo_ms:g} ms"
+        within = f"{share(report.goodput)} within {report.slo_ms:g} ms"
         facts["goodput"] = f"{within}, {number(report.goodput_rps)} a second"
     for name, text in facts.items():
         table.add_row(name, text)
     return table
 
 
-def _share(value: float | None) -> str:
+def share(value: float | None) -> str:
+    """As per cent; empty if there is none."""
     return "" if value is None else f"{100 * value:.1f} %"
 
 
-def _sizes(report: Report) -> Table:
+def sizes(found: Mapping[int, int]) -> Table:
     """A bar for each batch size, by how many batches had it; neighbours put together where there are many."""
-    sizes = {int(size): count for size, count in report.batch_sizes.items()}
-    width = -(-max(sizes) // BARS_MAX)
+    width = -(-max(found) // BARS_MAX)
     bins: dict[int, int] = {}
-    for size, count in sizes.items():
+    for size, count in found.items():
         bins[(size - 1) // width] = bins.get((size - 1) // width, 0) + count
     most = max(bins.values())
     table = Table(title="batch size", title_justify="left", show_header=False, box=None)
@@ -101,7 +102,8 @@ def _sizes(report: Report) -> Table:
     return table
 
 
-def _counts(title: str, values: Mapping[str, int]) -> Table:
+def counts(title: str, values: Mapping[str, int]) -> Table:
+    """How often, and which share of all."""
     table = Table(title=title, title_justify="left", show_header=False, box=None)
     total = sum(values.values())
     for name, count in values.items():
@@ -115,8 +117,8 @@ def _tenants(report: Report) -> Table:
         table.add_column(head, justify="right" if head else "left")
     largest = sorted(report.tenants.items(), key=lambda item: (-item[1].requests, item[0]))
     for name, tenant in largest[:TENANTS_MAX]:
-        times = _row(name, tenant.latency)
-        table.add_row(name, f"{tenant.requests:,}", times[1], *times[2:], _share(tenant.goodput))
+        times = row(name, tenant.latency)
+        table.add_row(name, f"{tenant.requests:,}", times[1], *times[2:], share(tenant.goodput))
     if len(largest) > TENANTS_MAX:
         table.caption = f"and {len(largest) - TENANTS_MAX} smaller ones"
     return table
@@ -128,12 +130,12 @@ def compared(comparison: Comparison) -> RenderableType:
     table.add_column("window")
     for head in ("mean ms", "P50", "P95", "P99", "mean ratio", "P95 ratio", "device ms", "batch", "goodput"):
         table.add_column(head, justify="right")
-    for row in comparison.windows:
-        star = " *" * (row.window == comparison.best_mean) + " +" * (row.window == comparison.best_p95)
-        times = (row.latency.mean_ms, row.latency.p50_ms, row.latency.p95_ms, row.latency.p99_ms)
-        ratios = ("" if ratio is None else f"{ratio:.3f}" for ratio in (row.mean_ratio, row.p95_ratio))
-        sizes = number(row.device_ms_per_request), number(row.batch_size_mean), _share(row.goodput)
-        table.add_row(row.window + star, *(number(value) for value in times), *ratios, *sizes)
+    for one in comparison.windows:
+        star = " *" * (one.window == comparison.best_mean) + " +" * (one.window == comparison.best_p95)
+        times = (one.latency.mean_ms, one.latency.p50_ms, one.latency.p95_ms, one.latency.p99_ms)
+        ratios = ("" if ratio is None else f"{ratio:.3f}" for ratio in (one.mean_ratio, one.p95_ratio))
+        rest = number(one.device_ms_per_request), number(one.batch_size_mean), share(one.goodput)
+        table.add_row(one.window + star, *(number(value) for value in times), *ratios, *rest)
     notes = comparison.reports[0].notes if comparison.reports else ()
     legend = "* best fixed window by mean, + by P95"
     return Group(table, Text(legend, style="dim"), *(Text(f"note: {note}", style="dim") for note in notes))

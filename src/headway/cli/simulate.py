@@ -72,7 +72,7 @@ def simulate(
 ) -> None:
     if load is not None and rate is not None:
         raise ConfigError("--load and --rate both set the speed; give one of them")
-    _needs_numpy()
+    needs_numpy("the simulator")
     from dataclasses import replace
 
     from headway.bench.sim import plots, sources
@@ -115,15 +115,16 @@ def simulate(
         _run(traffic, setting, json, plot)
 
 
-def _needs_numpy() -> None:
+def needs_numpy(what: str) -> None:
+    """Raises ConfigError if the extra is not installed."""
     try:
         import numpy  # noqa: F401
     except ImportError:
-        raise ConfigError("the simulator needs numpy: pip install 'headway[bench]'") from None
+        raise ConfigError(f"{what} needs numpy: pip install 'headway[bench]'") from None
 
 
 @contextmanager
-def _progress(total: int, what: str) -> Iterator[Callable[[str, int], None]]:
+def progress(total: int, what: str) -> Iterator[Callable[[str, int], None]]:
     """A bar on standard error, where a person is watching; told what runs now and how far it is."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -144,7 +145,7 @@ def _run(traffic: "Load", setting: "Setting", json: Path | None, plot: Path | No
     from headway.bench.sim.report import write_json
 
     name = window_name(setting.policy)
-    with _progress(len(traffic), name) as told:
+    with progress(len(traffic), name) as told:
         report, outcome = run(traffic, setting, lambda done: told(name, done))
     console().print(tables.shown(report))
     if json is not None:
@@ -164,7 +165,7 @@ def _curve(traffic: "Load", setting: "Setting", name: str) -> dict[str, list[tup
     if part.rate_rps is None:
         return {}
     points = []
-    with _progress(len(LOADS), "over load") as told:
+    with progress(len(LOADS), "over load") as told:
         for index, share in enumerate(LOADS):
             report, _ = run(setting.at_load(part, share), setting)
             if report.latency.mean_ms is not None:
@@ -179,7 +180,7 @@ def _compare(traffic: "Load", setting: "Setting", windows: list[str], json: Path
 
     count = len(dict.fromkeys([*windows, *compare.grid(setting.engine, traffic)]))
     base: dict[str, int] = {}
-    with _progress(count * len(traffic), "") as told:
+    with progress(count * len(traffic), "") as told:
 
         def watch(window: str, done: int) -> None:
             before = base.setdefault(window, len(base) * len(traffic))

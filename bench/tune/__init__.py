@@ -1,1 +1,0 @@
-"""Measures a model on this machine and says how to serve it: `headway tune`."""
