@@ -30,6 +30,7 @@ from headway.scheduler.keys import (
     nearest_variable,
     variable,
 )
+from headway.scheduler.profile import ProfileError, profile_of
 from headway.scheduler.spec import ModelSpec, PolicySpec, ServerSpec
 
 FILE_BYTES_MAX = 1 << 20  # a settings file is read by people; a larger one is some other file
@@ -89,9 +90,14 @@ def load(path: str | os.PathLike[str] | None = None, flags: Mapping[str, Any] | 
         merged = _over(merged, source.values)
     _number_models(merged, sources)
     try:
-        return ServerSpec.model_validate(merged)
+        spec = ServerSpec.model_validate(merged)
+        for model in spec.models:
+            profile_of(model)  # read again by each worker; what is wrong with it is said before any starts
     except ValidationError as error:
         raise ConfigError(_paragraph([_sentence(detail, sources) for detail in _roots(error.errors())])) from None
+    except ProfileError as error:
+        raise ConfigError(str(error)) from None
+    return spec
 
 
 def parse_options(pairs: list[str]) -> dict[str, Any]:

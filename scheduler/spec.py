@@ -113,6 +113,9 @@ class ModelSpec(Frozen):
     expert_placement: Annotated[
         str, Field(description="JSON file of which experts lie where, replicas too; empty: equal runs on each device")
     ] = ""
+    profile: Annotated[
+        str, Field(description="file that headway tune wrote: its cost, and its batch sizes where none are set here")
+    ] = ""
     max_input_tokens: Annotated[int, Field(ge=0, description="refuse longer inputs; 0: the model's own limit")] = 0
     sampling_defaults: Annotated[
         Literal["neutral", "model"],

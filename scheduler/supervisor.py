@@ -120,7 +120,7 @@ class Supervisor:
             "--log-level",
             self._spec.log_level,
             "--spec",
-            slot.spec.model_dump_json(),
+            slot.spec.model_dump_json(exclude_unset=True),  # a profile fills in what is left out
         ]
         if self._spec.curve is not None:
             command += ["--curve-server-key", self._spec.curve.public]

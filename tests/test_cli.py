@@ -43,6 +43,7 @@ COMMANDS = [
     "replay",
     "compare",
     "rerun",
+    "tune",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode

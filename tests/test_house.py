@@ -29,7 +29,18 @@ ARROWS = {
         "headway.workers.",
         *(
             f"headway.scheduler.{name}."
-            for name in ("wire", "params", "link", "errors", "clock", "spec", "values", "keepalive", "imports")
+            for name in (
+                "wire",
+                "params",
+                "link",
+                "errors",
+                "clock",
+                "spec",
+                "values",
+                "keepalive",
+                "imports",
+                "profile",
+            )
         ),
         "headway.scheduler.latency.",  # the cost model is pure, and learned on both sides of the link
     ),

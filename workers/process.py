@@ -30,6 +30,7 @@ import zmq
 
 from headway.scheduler import link
 from headway.scheduler.clock import NS_PER_MS, NS_PER_S, now_ns
+from headway.scheduler.profile import ProfileError, cost_for, profile_of, tuned
 from headway.scheduler.spec import ENGINES, ModelSpec
 from headway.workers.custom import CannotLoad, load_custom
 from headway.workers.engine import Engine, Report
@@ -56,7 +57,11 @@ _MODULES = {
 
 
 def make_engine(spec: ModelSpec) -> Engine:
-    """The engine of `spec`. Raises CannotLoad, or what loading the model raises."""
+    """The engine of `spec` and its profile. Raises CannotLoad, or what loading the model raises."""
+    try:
+        spec = tuned(spec, profile_of(spec))
+    except ProfileError as error:
+        raise CannotLoad(str(error)) from None
     module = _MODULES.get(spec.engine)
     if module is None:
         return load_custom(spec.engine, spec)
@@ -69,18 +74,38 @@ def make_engine(spec: ModelSpec) -> Engine:
     return make(spec)
 
 
+def card_of(engine: Engine, spec: ModelSpec, log: Log) -> link.Card:
+    """The engine's card, with the cost that its profile tells of, if it was measured on a device like this one."""
+    profile = profile_of(spec)
+    if profile is None:
+        return engine.card
+    cost_ns, differ = cost_for(profile, engine.card.facts)
+    if differ:
+        log.warning("the cost in %s was measured elsewhere and is not used: %s", spec.profile, "; ".join(differ))
+        return engine.card
+    return msgspec.structs.replace(engine.card, prior_ns=cost_ns)
+
+
 class Worker:
     """The loop around one engine."""
 
     def __init__(
-        self, engine: Engine, heart: Heart, open_line: Callable[[], Line], log: Log, *, name: str, verify: bool
+        self,
+        engine: Engine,
+        heart: Heart,
+        open_line: Callable[[], Line],
+        log: Log,
+        *,
+        name: str,
+        verify: bool,
+        card: link.Card | None = None,
     ) -> None:
         self._engine = engine
         self._heart = heart
         self._open_line = open_line
         self._log = log
         self._verify = verify
-        self._ready = link.encode(link.Ready(link.LINK, name, os.getpid(), sockets.gethostname(), engine.card))
+        self._ready = link.encode(link.Ready(link.LINK, name, os.getpid(), sockets.gethostname(), card or engine.card))
         self._open: dict[int, set[int]] = {}  # batch -> requests that are owed an ending
         self._draining = False
         self._drain_by_ns: int | None = None
@@ -333,7 +358,9 @@ def _work(
     def open_line() -> Line:
         return Line(context, connect, name=name, curve=curve, alarm_fd=alarm_fd, log=log)
 
-    worker = Worker(engine, heart, open_line, log, name=name, verify=spec.engine not in ENGINES)
+    worker = Worker(
+        engine, heart, open_line, log, name=name, verify=spec.engine not in ENGINES, card=card_of(engine, spec, log)
+    )
     if heart.parent_pid is None and threading.current_thread() is threading.main_thread():
         _drain_on_signals(worker, ring_fd)
     try:

@@ -23,7 +23,8 @@ def with_flags(*panels: str) -> Callable[[Callable[..., None]], Callable[..., No
 
     def wrap(command: Callable[..., None]) -> Callable[..., None]:
         own = [p for p in inspect.signature(command).parameters.values() if p.kind is not p.VAR_KEYWORD]
-        made = [flag for panel in panels for flag in _flags(panel)]
+        taken = {parameter.name for parameter in own}
+        made = [flag for panel in panels for flag in _flags(panel) if flag.name not in taken]
         command.__signature__ = inspect.Signature([*own, *made])  # type: ignore[attr-defined]
         command.__annotations__ |= {flag.name: flag.annotation for flag in made}
         return command

@@ -1,0 +1,1 @@
+"""Measures a model on this machine and says how to serve it: `headway tune`."""
