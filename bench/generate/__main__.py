@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway.bench.generate import report, steps, ways
+from headway.bench.generate.options import folder_of, range_of
 from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, STATIC, VLLM, Found
 from headway.bench.generate.work import Answer, Work, make
 from headway.scheduler.config import ConfigError
@@ -33,17 +34,6 @@ LONG_PROMPT = 4000
 WIDTH_PIPED = 160  # columns where there is no terminal to ask
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def _range(text: str) -> tuple[int, int]:
-    low, _, high = text.partition(":")
-    try:
-        found = (int(low), int(high or low))
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not two numbers, as in 20:200") from None
-    if not 1 <= found[0] <= found[1]:
-        raise typer.BadParameter(f"{text!r}: the first number is at least 1 and not above the second")
-    return found
 
 
 def _levels(text: str) -> list[int]:
@@ -79,12 +69,12 @@ def main(
     json: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.json"),
     plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.png"),
 ) -> None:
-    levels, prompts, outputs = _levels(concurrency), _range(prompt), _range(output)
+    levels, prompts, outputs = _levels(concurrency), range_of(prompt), range_of(output)
     workers = workers or threads
     if threads % workers:
         raise typer.BadParameter(f"--threads {threads} does not divide among --workers {workers}")
     console = Console(width=None if sys.stdout.isatty() else WIDTH_PIPED)
-    folder = _folder(model)
+    folder = folder_of(model)
     work = make(folder, requests, prompts, outputs, seed)
     found = Found()
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
@@ -206,14 +196,6 @@ def _overhead(folder: Path, threads: int) -> steps.Overhead:
 def _same(before: tuple[int, int], ours: Sequence[Answer], alone: Sequence[Answer]) -> tuple[int, int]:
     equal = sum(one.tokens == other.tokens for one, other in zip(ours, alone, strict=False))
     return before[0] + equal, before[1] + len(alone)
-
-
-def _folder(model: str) -> Path:
-    if model:
-        return Path(model).expanduser()
-    from headway.workers.packaged import smollm2
-
-    return smollm2()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,26 @@
+"""Options that the generation benches share, from text."""
+
+from pathlib import Path
+
+import typer
+
+
+def range_of(text: str) -> tuple[int, int]:
+    """`20:200`, or one number for both ends. Raises typer.BadParameter."""
+    low, _, high = text.partition(":")
+    try:
+        found = (int(low), int(high or low))
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not two numbers, as in 20:200") from None
+    if not 1 <= found[0] <= found[1]:
+        raise typer.BadParameter(f"{text!r}: the first number is at least 1 and not above the second")
+    return found
+
+
+def folder_of(model: str) -> Path:
+    """The model's folder; empty: the packaged SmolLM2."""
+    if model:
+        return Path(model).expanduser()
+    from headway.workers.packaged import smollm2
+
+    return smollm2()

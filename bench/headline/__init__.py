@@ -1,0 +1,1 @@
+"""What headway is for, in one command: `python -m headway.bench.headline`."""
