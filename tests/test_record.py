@@ -26,6 +26,7 @@ from headway.scheduler import actions as act
 from headway.scheduler import link
 from headway.scheduler.blackbox import Step
 from headway.scheduler.config import ConfigError
+from headway.scheduler.spec import PolicySpec
 from headway.scheduler.tape import Tape, ends, whole_bytes
 from tests.live import Raw, echo, live
 
@@ -197,6 +198,19 @@ def test_another_policy_parts_at_its_first_other_deed(flight: Path) -> None:
     assert not any(type(action) is act.Dispatch for action in found.parting.second)
     assert "Submit" in found.parting.event
     assert (found.batches, found.names) == (0, ("as recorded", "window=fixed, fixed_wait_ms=500"))
+
+
+def test_who_would_have_woken_sooner_parts_there(tmp_path: Path) -> None:
+    """Both would launch at the recorded tick; but the second would not have waited for it."""
+    path = tmp_path / "f"
+    policy = PolicySpec(window="fixed", fixed_wait_ms=40)
+    with live(echo(), flight_record=str(path), policy=policy) as server:
+        server.client().ask(type="call", id="1", payload=1)
+    assert rerun.rerun(path, {}).parting is None
+    parting = rerun.rerun(path, {"fixed_wait_ms": 5}).parting
+    assert parting is not None
+    assert (parting.event, parting.first) == ("Tick()", [])
+    assert type(parting.second[0]) is act.Dispatch
 
 
 def test_another_version_parts_where_it_decided_otherwise(flight: Path, tmp_path: Path) -> None:

@@ -20,10 +20,11 @@ from headway.bench.replay.report import Facts, Report, report_of
 from headway.bench.replay.seen import Note, Seen
 from headway.bench.replay.targets import How
 from headway.cli.app import app
-from headway.scheduler import clock
+from headway.scheduler import clock, wire
 from headway.scheduler.config import ConfigError
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.spec import ServerSpec
+from headway.scheduler.sync_client import SyncClient
 from tests.live import Live, echo, live
 
 MS = 1_000_000
@@ -166,6 +167,19 @@ def test_a_storm_of_cancels_and_deadlines(server: Live) -> None:
     assert report.output_tokens > 0
     after = server.client().status()["counters"]
     assert after["ended.cancelled"] > before.get("ended.cancelled", 0)
+
+
+def test_nothing_is_held_back_for_what_the_server_advises(server: Live) -> None:
+    advised = next(model.concurrency for model in _info(server).models if model.name == "slow")
+    before = server.client().status()["counters"]["received"]
+    load = [Shot(index, 0, 1, 0, "call", cancel_ms=200.0) for index in range(2 * advised)]
+    played(server, load, model="slow")
+    assert server.client().status()["counters"]["received"] - before == 2 * advised
+
+
+def _info(server: Live) -> wire.InfoReply:
+    with SyncClient(server.address) as client:
+        return client.info()
 
 
 def test_slow_readers_read_slowly_on_connections_of_their_own(server: Live) -> None:

@@ -139,6 +139,19 @@ def test_a_note_never_says_that_something_happened_at_no_time(monkeypatch: pytes
 # ---------------------------------------------------------------- percentiles, objectives, warnings
 
 
+def test_latency_counts_from_when_a_request_should_have_gone() -> None:
+    late = one(0, 3)
+    late.woke_ns, late.sent_ns = 50 * MS, 80 * MS
+    times = report_of(FACTS, [late], None).times
+    assert {name: times[name].mean_ms for name in ("ttft", "e2el", "service", "lag", "held")} == {
+        "ttft": 200.0,
+        "e2el": 241.0,
+        "service": 161.0,
+        "lag": 50.0,
+        "held": 30.0,
+    }
+
+
 def test_percentiles_need_samples_beyond_them() -> None:
     report = report_of(FACTS, [one(index, 1) for index in range(400)], None)
     assert report.times["e2el"].p99_ms is None

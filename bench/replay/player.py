@@ -25,6 +25,7 @@ from headway.scheduler import clock
 from headway.scheduler.errors import HeadwayError
 
 AHEAD_MAX = 64  # shots that are made ready before their time
+TOLD_EVERY = 64  # endings between two words to whoever watches: a bar on a screen costs more than a request
 AHEAD_NS = 2 * clock.NS_PER_MS  # as long as there is so much time until the next
 
 Told = Callable[[int, int], None]  # fired, ended
@@ -116,7 +117,7 @@ class Player:
             if scope.cancelled_caught:
                 note.over("cancelled", "given up by the replay")
         self._ended += 1
-        if self._told is not None:
+        if self._told is not None and (not self._ended % TOLD_EVERY or self._ended == len(self.seen)):
             self._told(len(self.seen), self._ended)
 
     async def _fire(self, shot: Shot, ready: object, note: Note) -> None:
