@@ -16,7 +16,6 @@ from headway.bench.storm.world import Step, Storm
 from headway.scheduler import events as ev
 
 RUNS_MAX = 600  # storms played to make one short: half a minute
-COMMAND = "python -m headway.bench.fault_storm --seed"
 
 
 class Failure(NamedTuple):
@@ -106,6 +105,6 @@ def report(failure: Failure, whole: int) -> str:
             "",
             *transcript(failure.storm.steps),
             "",
-            f"again: {COMMAND} {plan.seed}",
+            f"again: {failure.storm.command}",
         ]
     )

@@ -58,6 +58,11 @@ class Storm:
     def __repr__(self) -> str:
         return f"<Storm {self.plan.seed} at {self.now_ns / 1e6:.3f} ms, {len(self.steps)} steps, {self.core!r}>"
 
+    @property
+    def command(self) -> str:
+        """What plays it again."""
+        return f"python -m headway.bench.fault_storm --seed {self.plan.seed}"
+
     def run(self) -> "Storm":
         """All of it."""
         for one in self.plan.happenings:
