@@ -105,7 +105,7 @@ class ModelSpec(Frozen):
         Field(description="tenant: requests of one tenant that begin alike share KV pages; nameless ones never do"),
     ] = "off"
     canary: Annotated[
-        bool, Field(description="mark free KV pages and end the worker if one is written; costs a few percent")
+        bool, Field(description="mark free KV pages and end the worker if one is written; costs next to nothing")
     ] = False
     expert_devices: Annotated[
         int, Field(ge=0, le=512, description="devices that share a mixture of experts; 0: as the model was loaded")
