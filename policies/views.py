@@ -3,11 +3,12 @@
 The core fills these from its own books before it asks. A policy of your own is any callable of the same shape.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
+from headway.policies.forecast import ExpertFacts
 from headway.policies.intervals import Intervals
 
 
@@ -220,6 +221,7 @@ class Policies:
     size: Size
     bypass_tokens: int = BYPASS_TOKENS
     batch_tokens_max: int = 0  # input tokens of one batch, padding included; 0: no limit
+    experts: Callable[[ExpertFacts], Any] | None = None  # makes an ExpertAware; None: experts are not looked at
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     long_concurrency: int = 0  # 0: half of the workers, at least one
     in_flight_fraction: float = 0.7

@@ -3,9 +3,9 @@
 from msgspec import Struct
 
 
-class Dispatch(Struct, frozen=True, tag=True, gc=False):
+class Dispatch(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=True):
     """Send these requests to the worker as one batch. `reason`: why now; `placed`: why there; `waited_ns`: how long the
-    oldest of the lane waited."""
+    oldest of the lane waited; `composed`: why these (experts' load), or why as they came; empty without experts."""
 
     worker: int
     batch: int
@@ -17,6 +17,7 @@ class Dispatch(Struct, frozen=True, tag=True, gc=False):
     placed: str
     waited_ns: int
     running: int  # requests on the worker, these included
+    composed: str = ""
 
 
 class Forward(Struct, frozen=True, tag=True, gc=False):

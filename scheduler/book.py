@@ -3,6 +3,7 @@
 Waiting requests are also in a lane, running ones also have a seat in a batch: the core keeps those in step.
 """
 
+from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 from typing import Any
 
@@ -19,6 +20,8 @@ class Request(Struct, gc=False, eq=False):
 
     `bucket`: its length class where batches are padded, else 0. `kv`: cache tokens it is expected to need. `charged`:
     tokens its tenant was charged for this run; `new`: tokens it has generated.
+
+    `forecast`: what only an expert-aware service can read; `passed`: how many younger requests overtook this one there.
 
     `seq` counts its stays in the queue, so that what an earlier stay left behind in a heap is known as dead.
 
@@ -39,6 +42,8 @@ class Request(Struct, gc=False, eq=False):
     kv: int = 0
     charged: int = 0
     new: int = 0
+    forecast: object | None = None
+    passed: int = 0
     state: str = "waiting"
     batch: int = 0
     seq: int = 0
@@ -79,6 +84,18 @@ class DueHeap:
                 return heap[0][3]
             heappop(heap)
         return None
+
+    def in_order(self) -> Iterator[Request]:
+        """The living, smallest first; nothing is taken. Each costs a logarithm of those seen so far."""
+        heap = self._heap
+        ahead = [(heap[0][:3], 0)] if heap else []
+        while ahead:
+            _, at = heappop(ahead)
+            if self._alive(heap[at]):
+                yield heap[at][3]
+            for child in (2 * at + 1, 2 * at + 2):
+                if child < len(heap):
+                    heappush(ahead, (heap[child][:3], child))
 
     def first_at(self) -> int:
         """The smallest living number, or NEVER_NS."""

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from headway.policies.views import Arrival, Policies, Refusal, Wait
+from headway.policies.views import Policies, Refusal, Wait
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
 from headway.scheduler.audit import audit
@@ -57,6 +57,7 @@ class Core:
             ev.BatchDone: self._batch_done,
             ev.BatchFailed: self._batch_failed,
             ev.StepDone: self._step_done,
+            ev.Routed: self._routed,
             ev.WorkerLost: self._worker_lost,
             ev.ServiceDown: self._service_down,
             ev.Drain: self._drain,
@@ -110,14 +111,10 @@ class Core:
         self.book.enter(request)
         service.lane(request).arrive(request, now_ns)
 
-    def _refusal(self, service: Service, arrival: Arrival, now_ns: int) -> Refusal | None:
+    def _refusal(self, service: Service, arrival: ev.Submit, now_ns: int) -> Refusal | None:
         if self.draining_until_ns is not None:
             return Refusal("shutting_down", "the server is draining and takes no new work", 1000, "draining")
-        if service.down or now_ns >= service.abandoned_ns:
-            why = service.down or "its workers are gone"
-            text = f"no worker serves {service.kind} for model {service.model!r}: {why}"
-            return Refusal("no_worker", text, 1000, "no_worker")
-        return self.policies.admit(arrival, service, now_ns)
+        return service.refusal(arrival, self.policies, now_ns)
 
     def _cancel(self, event: ev.Cancel, now_ns: int) -> None:
         del now_ns
@@ -153,7 +150,7 @@ class Core:
             kv_total=event.kv_tokens,
         )
         self.counters["workers_joined"] += 1
-        service.join(worker, event.prior_ns, padded=event.padded)
+        service.join(worker, event.prior_ns, self.policies, padded=event.padded, experts=event.experts)
         self.roster.enter(service, worker)
 
     def _seen(self, worker_id: int, now_ns: int) -> tuple[Service, Worker] | None:
@@ -240,6 +237,10 @@ class Core:
             self._end(request, "finish", finish=row.finish)
         elif row.finish:
             self._end(request, "fail", row.code or "internal", row.message or f"the engine ended it: {row.finish}")
+
+    def _routed(self, event: ev.Routed, _now_ns: int) -> None:
+        if (service := self.services.get((event.model, event.kind))) is not None and service.experts is not None:
+            service.experts.told(event)
 
     def _worker_lost(self, event: ev.WorkerLost, now_ns: int) -> None:
         found = self.roster.strike(event.worker)
@@ -348,9 +349,8 @@ class Core:
         placed = self.policies.place(service.fleet.seats(takers), service.cost)
         worker = takers[placed.seat]
         oldest_ns = lane.oldest_arrival_ns()
-        most = service.batch_size(lane, worker, self.policies)
-        taken = lane.take(most, self.policies.batch_tokens_max, worker, service.padding_worth)
         self._batches += 1
+        taken, composed = service.take(lane, worker, self.policies, self._batches, now_ns)
         tokens, seats = 0, dict[int, int]()
         for request in taken:
             self.book.run(request, self._batches)
@@ -360,7 +360,6 @@ class Core:
             reason = "on_trial"
         if not worker.running:
             worker.progress_ns = now_ns
-        rids = tuple(seats)
         batch = Batch(self._batches, seats, tokens, len(taken) * taken[0].long, now_ns)
         service.fleet.start(worker, batch, taken[0].rid if taken[0].suspect else 0)
         self.counters["batches"] += 1
@@ -370,7 +369,7 @@ class Core:
             act.Dispatch(
                 worker.worker,
                 self._batches,
-                rids,
+                tuple(seats),
                 service.model,
                 service.kind,
                 lane.name,
@@ -378,6 +377,7 @@ class Core:
                 placed.reason,
                 now_ns - oldest_ns,
                 worker.running,
+                composed,
             )
         )
 

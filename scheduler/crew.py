@@ -4,11 +4,13 @@ What workers say becomes events for the core; what belongs to payloads (new toke
 batch and request, until the core has said whether it is current.
 """
 
+import importlib.util
 import logging
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from headway.policies.forecast import ExpertFacts
 from headway.scheduler import clock, link
 from headway.scheduler import events as ev
 from headway.scheduler.errors import known
@@ -17,6 +19,9 @@ from headway.scheduler.record import Records
 from headway.scheduler.routes import Routes
 from headway.scheduler.spec import ServerSpec
 from headway.scheduler.supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from headway.scheduler.experts import Desk
 
 log = logging.getLogger("headway.scheduler")
 
@@ -35,10 +40,12 @@ class Crew:
         self.routes = Routes(spec.models)
         self.records = Records()
         self.counters: Counter[str] = Counter()  # what workers say that decides nothing
+        self.desk: Desk | None = None  # once a worker's model has experts
         self.pids: dict[int, tuple[int, str]] = {}  # worker -> (process, name)
         self.rows: dict[tuple[int, int], deque[link.Row]] = {}
         self.outcomes: dict[tuple[int, int], link.Outcome] = {}
         self._models = spec.models
+        self._policy = spec.policy
         self._started_ns = started_ns
         self._post = post
         self._changed = changed
@@ -50,6 +57,17 @@ class Crew:
         """The turn is over."""
         self.rows.clear()
         self.outcomes.clear()
+
+    def forget(self, rid: int) -> None:
+        """A request has its ending."""
+        if self.desk is not None:
+            self.desk.forget(rid)
+
+    def close(self) -> None:
+        """Release the address, and what learns."""
+        if self.desk is not None:
+            self.desk.close()
+        self.hub.close()
 
     def name(self, worker: int) -> str:
         """What people call it."""
@@ -135,16 +153,41 @@ class Crew:
                 prior_ns=card.prior_ns,
                 padded=card.padded,
                 kv_tokens=card.kv_tokens,
+                experts=self._experts(card),
             )
         )
         facts = ", ".join(f"{name} {value}" for name, value in card.facts.items())
         log.info("worker %s serves %s of model %s (%s)", message.name, card.kind, card.name, facts)
         self._changed()
 
+    def _experts(self, card: link.Card) -> ExpertFacts | None:
+        """How its service is to be scheduled by the load of experts; None where there are none, or no numpy."""
+        if card.experts is None or self._policy.expert_aware == "off":
+            return None
+        if importlib.util.find_spec("numpy") is None:
+            log.warning(
+                "model %s has experts, and numpy is not installed: they are not looked at "
+                "(pip install 'headway[experts]')",
+                card.name,
+            )
+            return None
+        if self.desk is None:
+            from headway.scheduler.experts import Desk  # needs numpy, which only this needs
+
+            self.desk = Desk(self._policy, self._post)
+        return self.desk.join(card)
+
+    def _routed(self, worker: int, message: link.Step | link.Done) -> None:
+        if self.desk is not None and (message.routed or message.critical):
+            key = self.routes.key_of(worker)
+            if key is not None:
+                self.desk.hear(key, message)
+
     def _beat(self, worker: int, message: link.Beat) -> None:
         self._post(ev.Beat(worker, message.progress, message.busy))
 
     def _done(self, worker: int, message: link.Done) -> None:
+        self._routed(worker, message)
         batch = message.batch
         self.counters["memory_shortages"] += message.shortages
         failed = []
@@ -164,6 +207,7 @@ class Crew:
     def _step(self, worker: int, message: link.Step) -> None:
         self.counters["memory_shortages"] += message.shortages
         self.counters["prefix_tokens"] += message.reused
+        self._routed(worker, message)
         rows = []
         self.counters["compute_us"] += message.compute_ns // 1000
         age_ns = self._age_ns()

@@ -7,12 +7,14 @@ its own (the tokenizer library releases the interpreter lock), so that the loop 
 import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop, heappush
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from headway.scheduler import wire
+from headway.policies.forecast import LoadForecast
+from headway.scheduler import clock, wire
 from headway.scheduler.book import NEVER_NS
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.flight import Flight
@@ -42,6 +44,7 @@ class Door:
         self._runtime = runtime
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="headway-tokenise")
         self._pending: dict[int, Flight] = {}
+        self._deferred: list[tuple[int, int]] = []  # (when, rid): refused once, and tried again
         self._encoded: SimpleQueue[tuple[Flight, Route, Encoded | HeadwayError]] = SimpleQueue()
 
     def close(self) -> None:
@@ -148,8 +151,40 @@ class Door:
         self._encoded.put((flight, route, result))
         self._runtime.waker.set_from_thread()
 
+    def forecast(self, flight: Flight) -> LoadForecast | None:
+        """What it will ask of the devices of a mixture of experts; None of any other model."""
+        desk, key = self._runtime.crew.desk, (flight.model, flight.kind)
+        if desk is None or key not in desk.models:
+            return None
+        most = flight.params.max_new_tokens if flight.params else 0
+        decode = min(most, self._runtime.core.services[key].answer_mean or most)
+        return desk.forecast(key, flight.rid, flight.ids, flight.message.tenant or "", float(decode))
+
+    def defer(self, flight: Flight, waits_ms: int, now_ns: int) -> bool:
+        """Hold a refused request, once, until it may be let in; whether its deadline leaves time for that."""
+        until_ns = now_ns + waits_ms * clock.NS_PER_MS
+        if (
+            flight.deferred
+            or flight.deadline_ns >= NEVER_NS
+            or until_ns + waits_ms * clock.NS_PER_MS > flight.deadline_ns
+        ):
+            return False
+        flight.deferred, flight.entered = True, False
+        self._pending[flight.rid] = flight
+        heappush(self._deferred, (until_ns, flight.rid))
+        return True
+
+    def _try_again(self) -> None:
+        now_ns = clock.now_ns()
+        while self._deferred and self._deferred[0][0] <= now_ns:
+            flight = self._pending.pop(heappop(self._deferred)[1], None)
+            if flight is not None:
+                self._runtime.entered(flight)
+
     def collect(self) -> None:
-        """Take in what the threads have tokenised."""
+        """Take in what the threads have tokenised, and who may try again."""
+        if self._deferred:
+            self._try_again()
         while True:
             try:
                 flight, route, result = self._encoded.get_nowait()
@@ -171,8 +206,9 @@ class Door:
 
     @property
     def wakeup_ns(self) -> int:
-        """The first deadline among them."""
-        return min((flight.deadline_ns for flight in self._pending.values()), default=NEVER_NS)
+        """The first deadline among them, or when one may try again."""
+        at = min((flight.deadline_ns for flight in self._pending.values()), default=NEVER_NS)
+        return min(at, self._deferred[0][0]) if self._deferred else at
 
     def expire(self, now_ns: int) -> None:
         """End those whose deadline has come."""

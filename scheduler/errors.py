@@ -24,6 +24,9 @@ CODES: dict[str, Code] = {
     "unknown_model": Code(404, False, "no such model here, or none that serves this kind of request"),
     "duplicate_id": Code(409, False, "this client already has a live request with this id"),
     "queue_full": Code(429, True, "the server has as much waiting work as it accepts"),
+    "expert_saturated": Code(
+        429, True, "the devices of the experts that it needs have as much work as they can do in time"
+    ),
     "deadline_unreachable": Code(503, True, "the request was predicted to miss its deadline, so it was not started"),
     "deadline_exceeded": Code(504, False, "the deadline passed before the answer was complete"),
     "cancelled": Code(499, False, "the client cancelled the request, or went away"),

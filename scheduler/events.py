@@ -6,11 +6,14 @@ that whatever arrives late can be told from what is current.
 
 from msgspec import Struct
 
+from headway.policies.forecast import ExpertFacts, LoadForecast, LoadReport
+
 
 class Submit(Struct, frozen=True, tag=True, gc=False):
     """A request is at the door. With this event it is the core's; the core owes it exactly one Refuse or End.
 
-    `tokens`: input length. `max_new`: most output tokens. `deadline_ns`: on the clock of `now_ns`.
+    `tokens`: input length. `max_new`: most output tokens. `deadline_ns`: on the clock of `now_ns`. `forecast`: what it
+    will ask of the devices of a mixture of experts; the core only hands it on.
     """
 
     rid: int
@@ -22,6 +25,7 @@ class Submit(Struct, frozen=True, tag=True, gc=False):
     deadline_ns: int | None = None
     priority: int = 0
     tenant: str = ""
+    forecast: LoadForecast | None = None
 
 
 class Cancel(Struct, frozen=True, tag=True, gc=False):
@@ -46,7 +50,8 @@ class Satisfied(Struct, frozen=True, tag=True, gc=False):
 
 class WorkerReady(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=True):
     """A worker registered. `prior_ns`: its own guess of (a, b, m), or empty. `padded`: its batches are padded to their
-    longest input. `kv_tokens`: what its cache holds (0: no cache, or not said)."""
+    longest input. `kv_tokens`: what its cache holds (0: no cache, or not said). `experts`: how its service is
+    to be scheduled by the load of experts; None where no tokens are routed."""
 
     worker: int
     name: str
@@ -58,6 +63,7 @@ class WorkerReady(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=Tr
     prior_ns: tuple[float, ...] = ()
     padded: bool = False
     kv_tokens: int = 0
+    experts: ExpertFacts | None = None
 
 
 class Beat(Struct, frozen=True, tag=True, gc=False):
@@ -112,6 +118,22 @@ class StepDone(Struct, frozen=True, tag=True, gc=False, repr_omit_defaults=True)
     kv_total: int = 0
 
 
+class Routed(Struct, frozen=True, tag=True, gc=False):
+    """A worker has said where tokens went, and what a step of so many `tokens` took: `critical` of them on the hottest
+    devices, `active` experts used, both summed over layers. `r2`, `learned`: how good forecasts now are, and from how
+    many reports."""
+
+    model: str
+    kind: str
+    reports: tuple[LoadReport, ...] = ()
+    r2: float = 0.0
+    learned: int = 0
+    tokens: int = 0
+    critical: int = 0
+    active: int = 0
+    spent_ns: int = 0
+
+
 class WorkerLost(Struct, frozen=True, tag=True, gc=False):
     """A worker process ended or cannot be reached. `orderly`: it left as it should, so nobody is to blame."""
 
@@ -154,6 +176,7 @@ Event = (
     | BatchDone
     | BatchFailed
     | StepDone
+    | Routed
     | WorkerLost
     | ServiceDown
     | Drain

@@ -59,6 +59,7 @@ class Flight:
         "arrived_ns",
         "batch_size",
         "client",
+        "deferred",
         "dispatched_ns",
         "entered",
         "first_token_ns",
@@ -101,6 +102,7 @@ class Flight:
         self.entered = False  # the core has it
         self.written = False  # its arrival is in the record of traffic
         self.on_end: Callable[[Flight, str], None] | None = None
+        self.deferred = False  # it was refused once, and has been held at the door, or must not be
         self._text: TextStream | None = None
         self._stops: StopMatcher | None = None
         self._odds: Odds | None = None

@@ -4,12 +4,23 @@ A request is in exactly one place: waiting here, running in the fleet, or ended.
 the queue by more than a logarithm.
 """
 
+from collections.abc import Iterable
+from typing import Protocol
+
 from headway.policies.fair import Shares, Tenant
 from headway.policies.intervals import Intervals
 from headway.policies.views import Launch, Wait
 from headway.scheduler.book import NEVER_NS, DueHeap, Request
 from headway.scheduler.fleet import Worker
 from headway.scheduler.turns import Turns
+
+
+class Backlog(Protocol):
+    """Who is told of everybody that waits, beside the lane itself."""
+
+    def enter(self, candidate: Request) -> None: ...
+
+    def leave(self, candidate: Request) -> None: ...
 
 
 class Lane:
@@ -20,6 +31,7 @@ class Lane:
         "_by_deadline",
         "_turns",
         "arrivals_sum_ns",
+        "backlog",
         "decision",
         "held",
         "intervals",
@@ -38,6 +50,7 @@ class Lane:
         self.last_arrival_ns = 0
         self.decision: Launch | Wait | None = None  # the last answer of the window, for people and for the wake-up
         self.held = ""
+        self.backlog: Backlog | None = None
         self._turns = Turns(shares, self.waiting)
         self._by_deadline = DueHeap(self.waiting)
         self._by_arrival = DueHeap(self.waiting)
@@ -66,28 +79,46 @@ class Lane:
         self._by_arrival.push(request.arrived_ns, request)
         if request.deadline_ns < NEVER_NS:
             self._by_deadline.push(request.deadline_ns, request)
+        if self.backlog is not None:
+            self.backlog.enter(request)
 
     def leave(self, request: Request) -> Tenant:
         """The request is no longer waiting. Whose it was."""
         del self.waiting[request.rid]
         self.tokens -= request.tokens
         self.arrivals_sum_ns -= request.arrived_ns
+        if self.backlog is not None:
+            self.backlog.leave(request)
         return self._turns.leave(request)
 
     def first(self) -> Request | None:
         """Who is next."""
         return self._turns.first()
 
-    def take(self, most: int, tokens_max: int, worker: Worker, worth: float = 0.0) -> list[Request]:
+    def upcoming(self, first: Request, count: int, worker: Worker) -> list[Request]:
+        """`first`, and up to `count` who would go after it, in turn and of like length, of those for whom the worker's
+        cache has room; nobody is taken, and nobody is a suspect."""
+        others = self._turns.upcoming(first, count)
+        return [first, *(one for one in others if one is not first and (not one.kv or worker.fits(one.kv)))]
+
+    def take(
+        self, most: int, tokens_max: int, worker: Worker, worth: float = 0.0, chosen: Iterable[Request] | None = None
+    ) -> list[Request]:
         """The next batch: up to `most`, of up to `tokens_max` tokens with padding (0: no limit) unless the first alone
         has more, for whom the worker's cache has room. A suspect is taken alone; nobody is taken along with one.
 
-        `worth`: how many tokens of padding the fixed cost of a batch is worth.
+        `worth`: how many tokens of padding the fixed cost of a batch is worth. `chosen`: who, instead of in turn.
         """
         taken: list[Request] = []
         longest = tokens = kv = 0
         first = None
-        while len(taken) < most and (request := self._next(first, longest, len(taken), worth)) is not None:
+        given = None if chosen is None else iter(chosen)
+        if given is not None:
+            self._turns.next(None)  # whose turn it is is known, whoever goes
+        while len(taken) < most:
+            request = self._next(first, longest, len(taken), worth) if given is None else next(given, None)
+            if request is None:
+                break
             kv += request.kv
             tokens += request.tokens
             longest = max(longest, request.tokens)

@@ -17,7 +17,8 @@ RECORDS_MAX = 1024
 
 class BatchRecord(Struct, eq=False):
     """One batch. `running`: requests on the worker when it joined, with its own; `left`: those without an ending;
-    `computed_tokens`: what a one-shot engine says it computed, padding included."""
+    `computed_tokens`: what a one-shot engine says it computed, padding included; `composed`: why these requests, where
+    the load of experts counts."""
 
     batch: int
     worker: int
@@ -37,6 +38,7 @@ class BatchRecord(Struct, eq=False):
     ended_ns: int = 0
     output_tokens: int = 0
     computed_tokens: int = 0
+    composed: str = ""
 
     def shown(self) -> dict[str, Any]:
         """As the status message carries it: milliseconds, rounded; what is not known yet is absent."""
@@ -54,6 +56,8 @@ class BatchRecord(Struct, eq=False):
             "at_ms": _ms(self.at_ns),
             "output_tokens": self.output_tokens,
         }
+        if self.composed:
+            shown["composed"] = self.composed
         if self.computed_tokens:
             shown["computed_tokens"] = self.computed_tokens
         if self.compute_ns:
@@ -95,6 +99,7 @@ class Records:
             input_tokens=sum([flight.tokens for flight in flights]),
             waited_ns=action.waited_ns,
             at_ns=at_ns,
+            composed=action.composed,
         )
         self._kept.append(record)
         self._open[action.batch] = record

@@ -114,13 +114,13 @@ def status(runtime: "Runtime", request_id: str | None, batches: int) -> wire.Sta
         state=state(runtime),
         uptime_s=round((now_ns - runtime.started_ns) / clock.NS_PER_S, 3),
         counters=counters,
-        lanes=[_lane(s, lane, now_ns) for s in runtime.core.services.values() for lane in s.lanes],
+        lanes=[_lane(runtime, s, lane, now_ns) for s in runtime.core.services.values() for lane in s.lanes],
         workers=[row for s in runtime.core.services.values() for row in _workers(runtime, s)],
         batches=runtime.crew.records.last(batches),
     )
 
 
-def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
+def _lane(runtime: "Runtime", service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
     """One lane: who waits, its intervals and window, what the window said last, and the learned cost."""
     cost = service.cost
     row: dict[str, Any] = {
@@ -136,6 +136,8 @@ def _lane(service: Service, lane: Lane, now_ns: int) -> dict[str, Any]:
         "cost_per_request_ms": round(cost.m_ns / clock.NS_PER_MS, 6),
         "cost_known": cost.known,
     }
+    if lane is service.short and service.experts is not None and runtime.crew.desk is not None:
+        row["experts"] = service.experts.report() | runtime.crew.desk.report((service.model, service.kind))
     if lane.waiting:
         row["oldest_ms"] = _ms(now_ns - lane.oldest_arrival_ns())
     if lane.held:

@@ -51,6 +51,10 @@ class Routes:
         for route in self.routes.values():
             route.workers.pop(worker, None)
 
+    def key_of(self, worker: int) -> tuple[str, str] | None:
+        """Model and kind that a worker serves; None for one that is gone."""
+        return next((key for key, route in self.routes.items() if worker in route.workers), None)
+
     def find(self, model: str | None, kind: str) -> Route:
         """Where a request goes. Raises HeadwayError: unknown_model, or no_worker while a model loads."""
         if model is not None:

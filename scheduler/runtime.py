@@ -145,9 +145,10 @@ class Runtime:
                 deadline_ns=None if message.deadline_ms is None else flight.deadline_ns,
                 priority=message.priority,
                 tenant=message.tenant or "",
+                forecast=self.door.forecast(flight),
             )
         )
-        if message.accepted:
+        if message.accepted and not flight.deferred:
             flight.reply(wire.Accepted(id=message.id))
 
     def refused(self, flight: Flight, error: HeadwayError) -> None:
@@ -163,6 +164,7 @@ class Runtime:
             return False
         flight = self._flights[rid]
         if flight.entered:
+            flight.deferred = True  # if it is refused now, nobody wants it held
             self.post(ev.Cancel(rid))
         else:
             self.door.drop(flight, HeadwayError("cancelled", "cancelled by the client"))
@@ -173,6 +175,7 @@ class Runtime:
         for rid in list(self._by_id.get(client, {}).values()):
             flight = self._flights[rid]
             flight.reply = _nobody
+            flight.deferred = True
             if not flight.entered:
                 self.door.drop(flight, HeadwayError("cancelled", "the client went away"))
         self.post(ev.ClientGone(client))
@@ -349,7 +352,10 @@ class Runtime:
         self.crew.hub.send(action.worker, link.Drop(action.batch, list(action.rids)))
 
     def _refuse(self, action: act.Refuse, now_ns: int) -> None:
-        del now_ns
+        waits_ms = action.retry_after_ms if action.code == "expert_saturated" else None
+        if waits_ms and (refused := self._flights.get(action.rid)) and self.door.defer(refused, waits_ms, now_ns):
+            self.counters["deferred"] += 1
+            return
         flight = self._forget(action.rid)
         if flight is not None:
             flight.fail(HeadwayError(action.code, action.message, retry_after_ms=action.retry_after_ms))
@@ -378,6 +384,7 @@ class Runtime:
     def _forget(self, rid: int) -> Flight | None:
         flight = self._flights.pop(rid, None)
         if flight is not None:
+            self.crew.forget(rid)
             self._bytes -= flight.bytes
             mine = self._by_id[flight.client]
             del mine[flight.message.id]
@@ -399,7 +406,7 @@ class Runtime:
             self.crew.hub.broadcast(link.Stop(drain=False))
             await self.crew.supervisor.stop(at_once=at_once)
             self.door.close()
-            self.crew.hub.close()
+            self.crew.close()
             self._release()
 
     def _release(self) -> None:

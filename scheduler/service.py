@@ -4,10 +4,11 @@ Short and long inputs wait in lanes of their own. A long input goes alone and at
 own, so that it neither pads others nor takes every worker. Between lanes, whoever is due first goes first.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from headway.policies.fair import Shares
-from headway.policies.views import BatchView, Cost, LaneView, Launch, Policies, Wait, WindowChoice
+from headway.policies.forecast import ExpertFacts
+from headway.policies.views import BatchView, Cost, LaneView, Launch, Policies, Refusal, Wait, WindowChoice
 from headway.scheduler.answers import Answers
 from headway.scheduler.book import NEVER_NS, Request
 from headway.scheduler.events import Submit
@@ -40,6 +41,8 @@ class Service:
         "abandoned_ns",
         "answers",
         "down",
+        "experts",
+        "facts",
         "fleet",
         "kind",
         "lanes",
@@ -66,6 +69,8 @@ class Service:
         self.answers = Answers()
         self.turnaround_ns = 0.0
         self.padded = False
+        self.experts: Any = None  # an ExpertAware, where workers route tokens to experts; it needs numpy
+        self.facts: ExpertFacts | None = None
         self.abandoned_ns = now_ns + ORPHAN_NS
         self.down = ""
 
@@ -121,14 +126,32 @@ class Service:
         """Where the request waits."""
         return self.long if request.long else self.short
 
-    def join(self, worker: Worker, prior_ns: tuple[float, ...], *, padded: bool) -> None:
+    def join(
+        self,
+        worker: Worker,
+        prior_ns: tuple[float, ...],
+        policies: Policies,
+        *,
+        padded: bool,
+        experts: ExpertFacts | None,
+    ) -> None:
         """A worker is here."""
+        if experts is not None and experts != self.facts and policies.experts is not None:
+            self._look_at(experts, policies.experts(experts))
         self.padded = self.padded or padded
         if not self.learned.seen and prior_ns:
             self.learned = CostModel(prior_ns)
         self.fleet.join(worker)
         self.abandoned_ns = NEVER_NS
         self.down = ""
+
+    def _look_at(self, facts: ExpertFacts, experts: Any) -> None:
+        """Its model has experts, or they have moved: from now on their load counts. `experts` None: nobody can tell."""
+        self.facts, self.experts = facts, experts
+        for lane in self.lanes:
+            lane.backlog = experts
+            for request in lane.waiting.values() if experts is not None else ():
+                experts.enter(request)
 
     def part(self, worker: Worker, now_ns: int) -> None:
         """A worker is gone."""
@@ -168,11 +191,14 @@ class Service:
             bucket=tokens.bit_length() if self.padded else 0,
             kv=tokens + kv,  # whoever is here now: those who wait for a worker to come back must fit, too
             charged=tokens + new if self.fleet.rows_max else tokens,
+            forecast=event.forecast,
         )
 
     def ended(self, request: Request) -> None:
         """A request that ran has its ending: what its tenant was charged for and did not get is given back, and its
         answer says something about answers."""
+        if self.experts is not None:
+            self.experts.ended(request.rid)
         if request.charged and self.fleet.rows_max:
             tenant = self.shares.tenants.get(request.tenant)
             if tenant is not None:
@@ -182,9 +208,48 @@ class Service:
 
     def returned(self, request: Request) -> None:
         """A request waits again through no fault of its tenant's: it is charged anew when it runs."""
+        if self.experts is not None:
+            self.experts.ended(request.rid)
         tenant = self.shares.tenants.get(request.tenant)
         if tenant is not None:
             tenant.correct(-request.charged)
+
+    def refusal(self, arrival: Submit, policies: Policies, now_ns: int) -> Refusal | None:
+        """Why a request must not come in, or None."""
+        if self.down or now_ns >= self.abandoned_ns:
+            why = self.down or "its workers are gone"
+            text = f"no worker serves {self.kind} for model {self.model!r}: {why}"
+            return Refusal("no_worker", text, 1000, "no_worker")
+        refused = policies.admit(arrival, self, now_ns)
+        if refused is not None or self.experts is None:
+            return refused
+        left_ns = None if arrival.deadline_ns is None else arrival.deadline_ns - now_ns
+        found = self.experts.refusal(
+            arrival.forecast,
+            arrival.tenant,
+            left_ns,
+            workers=len(self.fleet.workers),
+            reserved=arrival.priority < 0,
+            rid=arrival.rid,
+        )
+        return (
+            None if found is None else Refusal("expert_saturated", found.text, found.retry_after_ms, "expert_saturated")
+        )
+
+    def take(
+        self, lane: Lane, worker: Worker, policies: Policies, batch: int, now_ns: int
+    ) -> tuple[list[Request], str]:
+        """The requests of batch number `batch`, and, where experts' load counts, why these or why as they came."""
+        most = self.batch_size(lane, worker, policies)
+        tokens_max, experts, first = policies.batch_tokens_max, self.experts, lane.first()
+        if experts is None or lane is self.long or first is None or first.suspect:
+            return lane.take(most, tokens_max, worker, self.padding_worth), ""
+        window = lane.upcoming(first, experts.window, worker) if len(lane) > most else []
+        chosen, why = experts.choose(window, len(window), most, batch, worker.worker, now_ns)
+        picked = [window[at] for at in chosen] if why in ("composed", "grouped") else None
+        taken = lane.take(most, tokens_max, worker, self.padding_worth, picked)
+        experts.started(taken, take=most, batch=batch, worker=worker.worker, reason=why)
+        return taken, why
 
     def batch_done(self, batch: Batch, tokens: int, compute_ns: int, now_ns: int) -> None:
         """What a one-shot batch took, and what it took beyond computing."""

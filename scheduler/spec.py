@@ -200,6 +200,14 @@ class PolicySpec(Frozen):
     in_flight_fraction: Annotated[
         float, Field(gt=0, le=1, description="share of max_num_seqs used, and advertised")
     ] = 0.7
+    expert_aware: Annotated[
+        Literal["auto", "off"],
+        Field(description="compose batches of mixture-of-experts models by predicted load; auto: where it pays"),
+    ] = "auto"
+    expert_slo_ms: Annotated[
+        int,
+        Field(ge=0, description="what their answers may take; beyond what fits is refused; 0: only past deadlines"),
+    ] = 0
     poison_after: Annotated[int, Field(ge=1, le=16, description="workers a request may lose before it is refused")] = 2
 
 

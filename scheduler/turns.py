@@ -8,7 +8,8 @@ depends on the number of those waiting by more than a logarithm (and a memory mo
 """
 
 from bisect import bisect_left, insort
-from heapq import heappop, heappush, heapreplace
+from collections.abc import Iterator
+from heapq import heappop, heappush, heapreplace, nsmallest
 
 from headway.policies.fair import Shares, Tenant
 from headway.scheduler.book import DueHeap, Request
@@ -57,6 +58,11 @@ class Flow:
             heads = [head for heap in self._classes.values() if (head := heap.peek()) is not None]
             return min([*heads, first] if first else heads, key=_due, default=None)
         return first
+
+    def in_order(self, bucket: int) -> Iterator[Request]:
+        """Those of a class, by due time; nothing is taken."""
+        heap = self._classes.get(bucket) if bucket else self._plain
+        return heap.in_order() if heap is not None else iter(())
 
     def like(self, first: Request) -> Request | None:
         """Who goes with `first`: the nearest in length of its class (of equals the earlier one)."""
@@ -147,6 +153,35 @@ class Turns:
             self._shares.reached(flow.tenant.served)
             return flow.first()
         return flow.like(first) if len(self._flows) == 1 else self._next_like(first)
+
+    def upcoming(self, first: Request, count: int) -> list[Request]:
+        """Up to `count` who would go with `first` and after, in turn, if nobody came any more; nothing is taken.
+
+        Suspects are left out: they run alone. At most SKIPPED_MAX tenants are looked at beyond those found.
+        """
+        found: list[Request] = []
+        ahead: list[tuple[float, int, Iterator[Request], Tenant]] = []
+        coming = self._by_turn()
+        while len(found) < count:
+            while len(ahead) < SKIPPED_MAX and (flow := next(coming, None)) is not None:
+                heappush(ahead, (flow.tenant.served, len(ahead) + len(found), flow.in_order(first.bucket), flow.tenant))
+            if not ahead:
+                break
+            served, seq, requests, tenant = ahead[0]
+            request = next((one for one in requests if not one.suspect), None)
+            if request is None:
+                heappop(ahead)
+                continue
+            heapreplace(ahead, (served + request.charged / tenant.weight, seq, requests, tenant))
+            found.append(request)
+        return found
+
+    def _by_turn(self) -> Iterator[Flow]:
+        """Flows, about in the order of their turns: of many tenants an entry may be too low, and comes too early."""
+        if len(self._flows) <= SKIPPED_MAX:
+            return iter(self._flows.values())
+        entries = nsmallest(2 * SKIPPED_MAX, self._heap)
+        return iter({id(flow): flow for _, _, flow in entries if flow.count}.values())
 
     def _next_like(self, first: Request) -> Request | None:
         skipped: list[tuple[float, int, Flow]] = []

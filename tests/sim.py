@@ -208,4 +208,4 @@ class World:
 
 
 def _short(thing: object) -> str:
-    return repr(thing).replace("model='m', kind='k', ", "")
+    return repr(thing).replace("model='m', kind='k', ", "").replace(", forecast=None", "")

@@ -8,24 +8,27 @@ import pytest
 
 from headway.policies.experts.cost import Work
 from headway.policies.experts.decode import Running
-from headway.policies.experts.policy import BATCHES_KEPT, ExpertAware, Forecast, Observed
+from headway.policies.experts.policy import BATCHES_KEPT, NEVER_NS, ExpertAware
 from headway.policies.experts.shedding import RETRY_MS_MAX, RETRY_MS_MIN
+from headway.policies.experts.values import Forecast, Learned, Observed
 from headway.policies.experts.worth import EXPLORED, REPORTS_MIN, Worth
 
 DEVICES = 4
 MS = 1_000_000
+KNOWN = Learned((), 0.9, REPORTS_MIN)
 
 
 @dataclass
 class One:
     rid: int
     forecast: object | None
+    tenant: str = "t"
     arrived_ns: int = 0
-    limit_ns: int = 0
+    deadline_ns: int = NEVER_NS
     passed: int = 0
 
 
-def on(device: int, rid: int, *, tokens: int = 10, decode: float = 0.0, **more: int) -> One:
+def on(device: int, rid: int, *, tokens: int = 10, decode: float = 0.0, **more: Any) -> One:
     """A request all of whose tokens go to one device."""
     load = np.zeros((1, DEVICES), np.float32)
     load[0, device] = tokens
@@ -34,9 +37,9 @@ def on(device: int, rid: int, *, tokens: int = 10, decode: float = 0.0, **more: 
 
 def run(policy: ExpertAware, members: list[One], batch: int, reason: str, *, tell: bool = True) -> None:
     """A batch of `members` runs and is reported as it was forecast."""
-    policy.started([(one, "t") for one in members], take=len(members), batch=batch, worker=1, reason=reason)
+    policy.started(members, take=len(members), batch=batch, worker=1, reason=reason)
     if tell:
-        policy.observed([seen(batch, one) for one in members], 0.9, REPORTS_MIN)
+        policy.hear(Learned([seen(batch, one) for one in members], 0.9, REPORTS_MIN))
     for one in members:
         policy.ended(one.rid)
 
@@ -48,7 +51,7 @@ def seen(batch: int, one: One) -> Observed:
 
 def ready(policy: ExpertAware | None = None, *, device: int = 0) -> ExpertAware:
     """Loads are predictable, and batches first come, first served have been seen to be one-sided."""
-    policy = policy or ExpertAware(1, DEVICES)
+    policy = policy or ExpertAware(1, DEVICES, 4)
     for batch in range(1, 5):
         run(policy, [on(device, 100 * batch + at) for at in range(4)], batch, "unmeasured")
     return policy
@@ -60,9 +63,9 @@ def batch_that(policy: ExpertAware, *, explores: bool) -> int:
 
 def test_it_composes_once_it_knows_that_it_can_and_that_it_pays() -> None:
     queue = [on(at // 4, at) for at in range(16)]
-    cold = ExpertAware(1, DEVICES)
+    cold = ExpertAware(1, DEVICES, 4)
     assert cold.choose(queue, 16, 4, 10, 1, 0) == ([0, 1, 2, 3], "unpredictable")
-    cold.observed([], 0.9, REPORTS_MIN)
+    cold.hear(KNOWN)
     assert cold.choose(queue, 16, 4, 10, 1, 0).reason == "unmeasured"
     warm = ready()
     choice = warm.choose(queue, 16, 4, batch_that(warm, explores=False), 1, 0)
@@ -80,10 +83,10 @@ def test_one_eligible_batch_in_twenty_stays_as_it_came() -> None:
 
 @pytest.mark.parametrize(("r2", "sides", "why"), [(0.1, 1, "unpredictable"), (0.9, 4, "flat")])
 def test_it_switches_itself_off(r2: float, sides: int, why: str) -> None:
-    policy = ExpertAware(1, DEVICES)
+    policy = ExpertAware(1, DEVICES, 4)
     for batch in range(1, 20):
         run(policy, [on(at % sides, 100 * batch + at) for at in range(4)], batch, "explored")
-    policy.observed([], r2, REPORTS_MIN)
+    policy.hear(Learned((), r2, REPORTS_MIN))
     assert policy.choose([on(0, at) for at in range(16)], 16, 4, 999, 1, 0).reason == why
 
 
@@ -100,7 +103,7 @@ def test_what_composing_brings_is_measured_by_what_is_left_alone() -> None:
 def test_age_and_pass_overs_force() -> None:
     policy = ready()
     batch = batch_that(policy, explores=False)
-    queue = [on(0, at, arrived_ns=at, limit_ns=100) for at in range(16)]
+    queue = [on(0, at, arrived_ns=at, deadline_ns=at + 100) for at in range(16)]
     assert policy.choose(queue, 16, 4, batch, 1, 75).taken == [0, 1, 2, 3]  # 70% of 100 ns is over for the first six
     assert policy.counters["forced"] == 4
     queue = [on(0, at, passed=50 * (at in (5, 6, 7, 8))) for at in range(16)]
@@ -115,17 +118,17 @@ def test_a_request_that_nobody_could_forecast_is_served_like_any_other() -> None
     choice = policy.choose(queue, 16, 4, batch_that(policy, explores=False), 1, 0)
     assert len(set(choice.taken)) == 4
     for one in queue:
-        policy.entered(one, "t")
-        policy.left(one)
-    policy.started([(one, "t") for one in queue[:4]], take=4, batch=77, worker=1, reason="composed")
+        policy.enter(one)
+        policy.leave(one)
+    policy.started(queue[:4], take=4, batch=77, worker=1, reason="composed")
     assert policy.backlog.requests == 0
-    assert policy.refusal(None, "t", limit_ns=1, take=4, workers=1, reserved=False, rid=1) is None
+    assert policy.refusal(None, "t", 1, workers=1, reserved=False, rid=1) is None
 
 
 def test_reports_that_belong_to_nothing_change_nothing() -> None:
     policy = ready()
     before = policy.report()
-    policy.observed([seen(999, on(0, 5))], 0.9, REPORTS_MIN)
+    policy.hear(Learned([seen(999, on(0, 5))]))
     policy.ended(12345)
     after = policy.report()
     assert {key for key in after if after[key] != before[key]} == {"counters"}
@@ -142,9 +145,9 @@ def test_batches_that_are_never_reported_are_given_up() -> None:
 
 
 def test_who_joins_is_chosen_by_what_those_who_run_decode() -> None:
-    policy = ready(ExpertAware(1, DEVICES, joining=True))
+    policy = ready(ExpertAware(1, DEVICES, 4, joining=True))
     running = [on(0, 900 + at, decode=50) for at in range(4)]
-    policy.started([(one, "t") for one in running], take=4, batch=60, worker=1, reason="shallow")
+    policy.started(running, take=4, batch=60, worker=1, reason="shallow")
     queue = [on(at % 2, at, decode=50) for at in range(8)]
     batch = batch_that(policy, explores=False)
     joins = policy.choose(queue, 8, 3, batch, 1, 0).taken
@@ -152,7 +155,7 @@ def test_who_joins_is_chosen_by_what_those_who_run_decode() -> None:
     for one in running:  # they turn out to use device 1
         counts = np.zeros((1, DEVICES), np.float32)
         counts[0, 1] = 10
-        policy.observed([Observed(60, one.rid, True, 10, counts)], 0.9, REPORTS_MIN)
+        policy.hear(Learned([Observed(60, one.rid, True, 10, counts)]))
     joins = policy.choose(queue, 8, 3, batch, 1, 0).taken
     assert [queue[at].rid % 2 for at in joins] == [0, 0, 0]
     other_worker = policy.choose(queue, 8, 4, batch, 2, 0).taken
@@ -171,18 +174,30 @@ def test_what_is_decoded_takes_over_from_the_prompt() -> None:
     assert one.demand.tolist() == [[0.25, 0.75]]
 
 
+def read_weights(policy: ExpertAware, worth: int) -> None:
+    """Steps in which reading an expert's weights takes as long as `worth` of its tokens."""
+    rng = np.random.default_rng(0)
+    for _ in range(400):
+        tokens, active = int(rng.integers(8, 60)), int(rng.integers(1, 4))
+        policy.hear(Learned(work=Work(tokens, 0.0, active), spent_ns=1_000 * tokens + 1_000 * worth * active))
+
+
 def test_one_device_groups_similar_requests() -> None:
-    policy = ready(ExpertAware(1, DEVICES, grouping=True))
+    policy = ready(ExpertAware(1, DEVICES, 4, grouping=True))
+    queue = [on(at % 2, at) for at in range(8)]
+    assert policy.choose(queue, 8, 3, batch_that(policy, explores=False), 1, 0).reason == "unmeasured"
+    read_weights(policy, 1)
+    assert policy.choose(queue, 8, 3, batch_that(policy, explores=False), 1, 0).reason == "bound_by_work"
+    read_weights(policy, 60)
     queue = [on(at % 2, at) for at in range(8)]
     choice = policy.choose(queue, 8, 3, batch_that(policy, explores=False), 1, 0)
     assert choice.reason == "grouped"
     assert [queue[at].rid % 2 for at in choice.taken] == [0, 0, 0]
-    policy.started([(queue[1], "t")], take=1, batch=70, worker=1, reason="shallow")
+    policy.started([queue[1]], take=1, batch=70, worker=1, reason="shallow")
     queue[1:2] = []
     choice = policy.choose(queue, 7, 2, batch_that(policy, explores=False), 1, 0)
     assert choice.taken[0] == 0
-    assert policy.window(4) == 32
-    assert ExpertAware(1, 2).window(4) == 16
+    assert (policy.window, ExpertAware(1, 2, 4).window, ExpertAware(1, 2, 4, joining=True).window) == (32, 16, 8)
 
 
 # ---------------------------------------------------------------- the door
@@ -193,17 +208,16 @@ def saturated(tenant: str = "hot", **more: Any) -> ExpertAware:
     rng = np.random.default_rng(0)
     for _ in range(30):
         work = Work(*rng.uniform(100, 1000, 2))
-        policy.stepped(work, 1_000 * work.critical)
+        policy.hear(Learned(work=work, spent_ns=int(1_000 * work.critical)))
     for at in range(200):
-        one = on(0, 5_000 + at, tokens=5_000, **more)
-        policy.entered(one, tenant)
-    policy.entered(on(1, 9_000, tokens=10), "other")
+        policy.enter(on(0, 5_000 + at, tokens=5_000, tenant=tenant, **more))
+    policy.enter(on(1, 9_000, tokens=10, tenant="other"))
     return policy
 
 
 def test_the_door_refuses_whom_the_hottest_device_cannot_bear() -> None:
     policy = saturated()
-    ask: dict[str, Any] = {"limit_ns": 1_400 * MS, "take": 16, "workers": 1, "reserved": False}
+    ask: dict[str, Any] = {"left_ns": 1_400 * MS, "workers": 1, "reserved": False}
     refused = policy.refusal(on(0, 1, tokens=10_000).forecast, "hot", rid=1, **ask)
     assert refused is not None
     assert (refused.reason, refused.hottest) == ("saturated", 0)
@@ -220,8 +234,9 @@ def test_the_door_refuses_whom_the_hottest_device_cannot_bear() -> None:
 
 def test_the_door_is_open_while_nothing_is_known_or_no_limit_is_set() -> None:
     hot = on(0, 1, tokens=10_000).forecast
-    ask: dict[str, Any] = {"take": 16, "workers": 1, "reserved": False, "rid": 1}
-    assert saturated().refusal(hot, "hot", limit_ns=0, **ask) is None
+    ask: dict[str, Any] = {"workers": 1, "reserved": False, "rid": 1}
+    assert saturated().refusal(hot, "hot", None, **ask) is None
+    assert saturated().refusal(hot, "hot", 1_000 * MS, **ask) is not None
     unknown = saturated()
     unknown.worth = Worth()
-    assert unknown.refusal(hot, "hot", limit_ns=MS, **ask) is None
+    assert unknown.refusal(hot, "hot", MS, **ask) is None

@@ -48,11 +48,11 @@ def ask(
         backlog,
         wanted,
         float(wanted.sum()),
+        1 / 16,
         tenant,
         cost=COST,
         drain=1.0,
         usage=usage or used({"a": 9.0, "b": 1.0}),
-        take=16,
         workers=workers,
         limit_ns=LIMIT_NS,
         reserved=reserved,
@@ -69,7 +69,7 @@ def used(by: dict[str, float]) -> Usage:
 
 def waiting(*devices: float) -> Backlog:
     backlog = Backlog(1, len(devices))
-    backlog.add(load(*devices), sum(devices))
+    backlog.add(load(*devices), sum(devices), 1 / 16)
     return backlog
 
 
@@ -114,18 +114,18 @@ def test_times_to_come_back_are_spread_by_a_fifth() -> None:
 
 def test_a_backlog_that_is_gone_leaves_nothing_behind() -> None:
     backlog = waiting(0.1, 0.7)
-    backlog.add(load(1e6, 3e-5), 1e6)
-    backlog.remove(load(1e6, 3e-5), 1e6)
-    backlog.remove(load(0.1, 0.7), 0.8)
-    assert (backlog.requests, backlog.tokens, backlog.load.tolist()) == (0, 0.0, [[0.0, 0.0]])
+    backlog.add(load(1e6, 3e-5), 1e6, 0.1)
+    backlog.remove(load(1e6, 3e-5), 1e6, 0.1)
+    backlog.remove(load(0.1, 0.7), 0.8, 1 / 16)
+    assert (backlog.requests, backlog.tokens, backlog.steps, backlog.load.tolist()) == (0, 0.0, 0.0, [[0.0, 0.0]])
 
 
 def test_uneven_batches_make_a_backlog_last_longer() -> None:
     drain, backlog = Drain(), waiting(10_000, 10_000)
     for _ in range(200):
-        drain.launched(backlog, load(5_000, 0), 5_000, 8, COST, 16)
+        drain.launched(backlog, load(5_000, 0), 5_000, 0.5, COST)
     assert 1.5 < drain.factor <= 2.0
-    drain.launched(waiting(1, 1), load(5_000, 0), 5_000, 8, COST, 16)  # nothing else waited: it could not be otherwise
+    drain.launched(waiting(1, 1), load(5_000, 0), 5_000, 0.5, COST)  # nothing else waited: it could not be otherwise
     assert drain.factor > 1.5
 
 

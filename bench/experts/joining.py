@@ -14,11 +14,15 @@ import numpy.typing as npt
 
 from headway.bench.experts.routings import Routed
 from headway.policies.experts.arrays import Floats, Loads
+from headway.policies.experts.cost import Work
 from headway.policies.experts.placement import Placement
-from headway.policies.experts.policy import ExpertAware, Forecast, Observed
+from headway.policies.experts.policy import ExpertAware
 from headway.policies.experts.predictor import Predictor, prompt_of
+from headway.policies.experts.values import Forecast, Learned, Observed
 
 REPORT_EVERY = 32  # decoded tokens between two reports
+EXPERT_WORTH = 30  # as measured for Transformers' eager experts on a CPU; more on a GPU
+KNOWN = Learned((), 1.0, 1 << 20)  # the predictor has learned, and is believed
 PROMPT_SHARE = (0.5, 0.9)  # of a document that is its prompt
 
 
@@ -39,8 +43,9 @@ class Text:
     document: Routed
     prompt: int
     forecast: object | None
+    tenant: str = ""
     arrived_ns: int = 0
-    limit_ns: int = 0
+    deadline_ns: int = 1 << 62
     passed: int = 0
     at: int = 0  # the token that is decoded next
     reported: int = 0
@@ -62,9 +67,17 @@ def run(
     `grouping`: the predictor's groups are experts, and the placement is only used to count.
     """
     groups = predictor.groups
-    experts = ExpertAware(predictor.layers, groups, grouping=grouping, joining=True)
+    experts = ExpertAware(predictor.layers, groups, slots, grouping=grouping, joining=True)
     tables = np.arange(predictor.groups)[None].repeat(predictor.layers, 0) if grouping else placement.share.argmax(2)
-    experts.observed([], 1.0, 1 << 20)
+    experts.hear(KNOWN)
+    if grouping:  # a device on which reading an expert's weights takes as long as EXPERT_WORTH of its tokens
+        for tokens in range(1, 33):
+            experts.hear(
+                Learned(
+                    work=Work(tokens, 0.0, 8.0 + tokens % 5),
+                    spent_ns=100 * tokens + 100 * EXPERT_WORTH * (8 + tokens % 5),
+                )
+            )
     for _ in range(8):
         experts.worth.observe(2.0, composed=False)
     rng = np.random.default_rng(seed)
@@ -76,17 +89,17 @@ def run(
         room = slots - len(running)
         if room:
             batch += 1
-            window = waiting[: experts.window(slots)]
+            window = waiting[: experts.window]
             taken, reason = (
                 (list(range(room)), "fifo")
                 if policy == "fifo"
                 else experts.choose(window, len(waiting), room, batch * 2, 1, 0)
             )
             joined = [window[at] for at in taken]
-            experts.started([(one, "") for one in joined], take=room, batch=batch, worker=1, reason=reason)
+            experts.started(joined, take=room, batch=batch, worker=1, reason=reason)
             if policy != "oracle":
                 reports = [_prompt_report(batch, one, tables, groups) for one in joined]
-                experts.observed(reports, 1.0, 1 << 20)
+                experts.hear(Learned(reports))
             gone = {one.rid for one in joined}
             waiting = [one for one in waiting if one.rid not in gone]
             running += joined
@@ -148,6 +161,6 @@ def _advance(
         on.append(one)
         if told and one.at - one.reported >= REPORT_EVERY:
             counts = _counts(one.document.indices[one.reported : one.at], tables, groups)
-            experts.observed([Observed(0, one.rid, False, one.at - one.reported, counts)], 1.0, 1 << 20)
+            experts.hear(Learned([Observed(0, one.rid, False, one.at - one.reported, counts)]))
             one.reported = one.at
     return on

@@ -15,9 +15,10 @@ import numpy as np
 from headway.bench.experts.routings import Routed, Routings, device_loads, stream
 from headway.policies.experts.arrays import Floats, Loads, critical
 from headway.policies.experts.cost import Work
-from headway.policies.experts.policy import ExpertAware, Forecast, Observed
+from headway.policies.experts.policy import ExpertAware
 from headway.policies.experts.predictor import Predictor
 from headway.policies.experts.shedding import TARGET
+from headway.policies.experts.values import Forecast, Learned, Observed
 
 BATCH_NS = 100_000_000  # what one unit of time is on the clock that the policy sees
 HOT, HOT_DOMAIN = "hot", 9
@@ -65,9 +66,10 @@ class One:
     """A request in the queue: what a policy may see of it."""
 
     rid: int
+    tenant: str
     forecast: Forecast | None
     arrived_ns: int
-    limit_ns: int
+    deadline_ns: int
     passed: int = 0
 
 
@@ -155,7 +157,7 @@ class Server:
         scenario = world.scenario
         layers = world.true.shape[1]
         self.slo = scenario.slo * scenario.take / world.capacity
-        self.experts = ExpertAware(layers, scenario.devices)
+        self.experts = ExpertAware(layers, scenario.devices, scenario.take)
         self.predictor = Predictor(layers, scenario.devices)
         self.queue: dict[int, One] = {}
         self.done = np.full(len(world.requests), np.nan)
@@ -192,12 +194,13 @@ class Server:
 
     def arrive(self, rid: int, now: float) -> None:
         world, tenant = self.world, self.world.tenants[rid]
-        one = One(rid, self.forecast(rid), int(now * BATCH_NS), int(self.slo * BATCH_NS))
+        slo_ns, at_ns = int(self.slo * BATCH_NS), int(now * BATCH_NS)
+        one = One(rid, tenant, self.forecast(rid), at_ns, at_ns + slo_ns)
         if self.policy.door == "experts" and self.experts.worth.predictable and self.experts.cost.known:
-            refused = self.experts.refusal(
-                one.forecast, tenant, limit_ns=one.limit_ns, take=world.scenario.take,
-                workers=world.scenario.workers, reserved=False, rid=rid,
-            ) is not None  # fmt: skip
+            found = self.experts.refusal(
+                one.forecast, tenant, slo_ns, workers=world.scenario.workers, reserved=False, rid=rid
+            )
+            refused = found is not None
         elif self.policy.door == "open":
             refused = False
         else:
@@ -208,7 +211,7 @@ class Server:
             return
         self.queue[rid] = one
         self.queued_tokens += world.tokens[rid]
-        self.experts.entered(one, tenant)
+        self.experts.enter(one)
 
     def forecast(self, rid: int) -> Forecast:
         request = self.world.requests[rid]
@@ -223,7 +226,7 @@ class Server:
         if not self.queue:
             return 0, []
         self.batches += 1
-        window = list(self.queue.values())[: self.experts.window(take)]
+        window = list(self.queue.values())[: self.experts.window]
         chosen, reason = list(range(min(take, len(window)))), ""
         if self.policy.compose:
             chosen, reason = self.experts.choose(
@@ -233,13 +236,7 @@ class Server:
         for one in picked:
             self.leave(one)
         members = [one.rid for one in picked]
-        self.experts.started(
-            [(one, world.tenants[one.rid]) for one in picked],
-            take=take,
-            batch=self.batches,
-            worker=worker,
-            reason=reason,
-        )
+        self.experts.started(picked, take=take, batch=self.batches, worker=worker, reason=reason)
         load = world.true[members].sum(0)
         self.sums += load.max(-1).sum(), load.mean(-1).sum()
         return self.batches, members
@@ -252,7 +249,7 @@ class Server:
     def leave(self, one: One) -> None:
         del self.queue[one.rid]
         self.queued_tokens -= self.world.tokens[one.rid]
-        self.experts.left(one)
+        self.experts.leave(one)
 
     def finish(self, batch: int, members: list[int], spent: float, now: float) -> None:
         world = self.world
@@ -262,9 +259,8 @@ class Server:
             self.predictor.learn(world.requests[rid].prompt, world.true[rid], world.tenants[rid])
         reports = [Observed(batch, rid, True, int(world.tokens[rid]), world.true[rid]) for rid in members]
         good = 1.0 if self.policy.compose == "truth" else self.predictor.r2
-        self.experts.observed(reports, good, self.predictor.reports)
         work = Work(float(world.tokens[members].sum()), critical(world.true[members].sum(0)))
-        self.experts.stepped(work, spent * BATCH_NS)
+        self.experts.hear(Learned(reports, good, self.predictor.reports, work, int(spent * BATCH_NS)))
         for rid in members:
             self.experts.ended(rid)
 

@@ -14,7 +14,7 @@ Memory is bounded by MEMORY_BYTES_MAX, whatever arrives. Not safe for threads: t
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,7 +49,7 @@ class Prompt(NamedTuple):
     space: int
 
 
-def prompt_of(ids: Sequence[int] | npt.NDArray[np.int64], rows: int = ROWS) -> Prompt:
+def prompt_of(ids: Sequence[int] | npt.NDArray[np.integer[Any]], rows: int = ROWS) -> Prompt:
     """Count token `ids` in `rows` (a power of two) hashed rows."""
     hashed = (np.asarray(ids, np.uint64) * np.uint64(MULTIPLIER)).astype(np.uint32) & np.uint32(rows - 1)
     distinct, counts = np.unique(hashed, return_counts=True)
@@ -136,7 +136,7 @@ class Predictor:
         own = self._weights.nbytes + self._variance.nbytes + self._mean.nbytes
         return own + len(self._tenants) * self._width * 4
 
-    def prompt(self, ids: Sequence[int] | npt.NDArray[np.int64]) -> Prompt:
+    def prompt(self, ids: Sequence[int] | npt.NDArray[np.integer[Any]]) -> Prompt:
         """Token `ids` as this predictor knows them."""
         return prompt_of(ids, self.rows)
 

@@ -38,6 +38,12 @@ class Verdict(NamedTuple):
     share: float = 0.0
     retry_after_ms: int = 0
 
+    @property
+    def text(self) -> str:
+        """For whoever is refused."""
+        where = f"device {self.hottest}, where most of its experts lie, has {self.share:.0%} of the waiting work"
+        return f"{where}: it cannot be done in time; try again in about {self.retry_after_ms} ms"
+
 
 class Usage:
     """What each tenant took of each device, lately.
@@ -90,26 +96,29 @@ class Usage:
 
 
 class Backlog:
-    """All that waits: loads summed, tokens, requests."""
+    """All that waits, summed up: loads, tokens, steps, requests."""
 
     def __init__(self, layers: int, groups: int) -> None:
         self.load: Loads = np.zeros((layers, groups))
-        self.tokens = 0.0
+        self.tokens = self.steps = 0.0
         self.requests = 0
 
-    def add(self, load: Loads, tokens: float) -> None:
+    def add(self, load: Loads, tokens: float, steps: float) -> None:
+        """A request waits; `steps`: its share of the steps it will be in."""
         self.load = self.load + load
         self.tokens += tokens
+        self.steps += steps
         self.requests += 1
 
-    def remove(self, load: Loads, tokens: float) -> None:
+    def remove(self, load: Loads, tokens: float, steps: float) -> None:
+        """It waits no more."""
         self.requests -= 1
         if not self.requests:  # nothing waits: nothing is left of rounding either
             self.load = np.zeros_like(self.load)
-            self.tokens = 0.0
+            self.tokens = self.steps = 0.0
             return
         self.load = np.maximum(self.load - load, 0.0)
-        self.tokens = max(0.0, self.tokens - tokens)
+        self.tokens, self.steps = max(0.0, self.tokens - tokens), max(0.0, self.steps - steps)
 
 
 class Drain:
@@ -118,13 +127,13 @@ class Drain:
     def __init__(self) -> None:
         self.factor = 1.0
 
-    def launched(self, backlog: Backlog, load: Loads, tokens: float, requests: int, cost: StepCost, take: int) -> None:
+    def launched(self, backlog: Backlog, load: Loads, tokens: float, steps: float, cost: StepCost) -> None:
         """This batch left `backlog`, which holds at least as much as the batch again (else it tells nothing)."""
         if not cost.known or backlog.tokens < tokens or tokens <= 0:
             return
-        whole = _ns(cost, backlog.load + load, backlog.tokens + tokens, backlog.requests + requests, take)
+        whole = _ns(cost, backlog.load + load, backlog.tokens + tokens, backlog.steps + steps)
         part = whole * tokens / (backlog.tokens + tokens)
-        ratio = _ns(cost, load, tokens, requests, take) / max(part, 1.0)
+        ratio = _ns(cost, load, tokens, steps) / max(part, 1.0)
         self.factor += DRAIN_RATE * (min(DRAIN_MAX, max(1.0, ratio)) - self.factor)
 
 
@@ -132,26 +141,25 @@ def verdict(
     backlog: Backlog,
     load: Loads,
     tokens: float,
+    steps: float,
     tenant: str,
     *,
     cost: StepCost,
     drain: float,
     usage: Usage,
-    take: int,
     workers: int,
     limit_ns: float,
     reserved: bool,
     jitter: float,
 ) -> Verdict:
-    """May a request with this predicted `load` and `tokens` in, when an answer may take `limit_ns`?
+    """May a request with this predicted `load`, `tokens` and `steps` in, when an answer may take `limit_ns`?
 
-    `drain`: how much longer a backlog takes than as one even batch. `take`: requests in a batch. `reserved`: its price
-    does not matter (highest priority). `jitter`: 0 to 1, spreads the times to come back by a fifth either way.
-    O(layers x groups).
+    `drain`: how much longer a backlog takes than as one even batch. `reserved`: its price does not matter (highest
+    priority). `jitter`: 0 to 1, spreads the times to come back by a fifth either way. O(layers x groups).
     """
     with_it = backlog.load + load
-    before = _ns(cost, backlog.load, backlog.tokens, backlog.requests, take) * drain / workers
-    after = _ns(cost, with_it, backlog.tokens + tokens, backlog.requests + 1, take) * drain / workers
+    before = _ns(cost, backlog.load, backlog.tokens, backlog.steps) * drain / workers
+    after = _ns(cost, with_it, backlog.tokens + tokens, backlog.steps + steps) * drain / workers
     target = TARGET * limit_ns
     if after <= target:
         return Verdict(True, "room")
@@ -176,5 +184,5 @@ def verdict(
     )
 
 
-def _ns(cost: StepCost, load: Floats, tokens: float, requests: int, take: int) -> float:
-    return cost.ns(Work(tokens, critical(load)), steps=requests / max(1, take))
+def _ns(cost: StepCost, load: Floats, tokens: float, steps: float) -> float:
+    return cost.ns(Work(tokens, critical(load)), steps)

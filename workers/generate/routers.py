@@ -72,7 +72,7 @@ def find_routers(model: Any) -> Routers | None:
 
     hooks = [module.register_forward_hook(keep, prepend=True) for module in named]
     try:
-        with torch.inference_mode():
+        with torch.no_grad():  # weights that are sharded are put together in the forward: no inference tensors
             model(torch.tensor([[0, 1]], device=next(model.parameters()).device), use_cache=False)
     finally:
         for hook in hooks:
