@@ -88,6 +88,10 @@ class ModelSpec(Frozen):
         Literal["auto", "flash_attention_2", "sdpa", "eager"],
         Field(description="attention kernels; auto: flash_attention_2 where it can run, else sdpa"),
     ] = "auto"
+    packing: Annotated[
+        Literal["auto", "packed", "padded"],
+        Field(description="how requests share a step of generation; auto: packed where the model answers so as alone"),
+    ] = "auto"
     max_batch: Annotated[int, Field(ge=1, le=4096, description="most requests in one batch")] = 32
     max_num_seqs: Annotated[int, Field(ge=1, le=65536, description="most requests in one worker at once")] = 32
     step_tokens: Annotated[int, Field(ge=1, le=1 << 20, description="token budget of one generation step")] = 256

@@ -118,6 +118,104 @@ FAMILIES: dict[str, Family] = {
     "GLM-4 MoE": Family("Glm4MoeForCausalLM", EXPERTS | HEADS | {"n_routed_experts": 4, "first_k_dense_replace": 1}),
 }
 
+STATES = {
+    "state_size": 4,
+    "ssm_state_size": 4,
+    "mamba_d_state": 4,
+    "mamba_d_conv": 3,
+    "mamba_expand": 2,
+    "chunk_size": 8,
+    "mamba_chunk_size": 8,
+}
+STATES_2 = STATES | {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1}
+DELTA = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+# Models that pages or a packed row cannot hold.
+OTHERS: dict[str, Family] = {
+    "BLOOM": Family("BloomForCausalLM", {"n_layer": 2, "n_head": 4}),
+    "MPT": Family("MptForCausalLM", {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 128}),
+    "Falcon": Family("FalconForCausalLM", {}),
+    "Falcon, ALiBi": Family("FalconForCausalLM", {"alibi": True}),
+    "GPT-Neo": Family(
+        "GPTNeoForCausalLM",
+        {"num_heads": 4, "num_layers": 2, "attention_types": [[["global", "local"], 1]], "window_size": 7},
+    ),
+    "GPT-NeoX Japanese": Family("GPTNeoXJapaneseForCausalLM", {"intermediate_multiple_size": 2}),
+    "XGLM": Family("XGLMForCausalLM", {"d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48}),
+    "GPT": Family("OpenAIGPTLMHeadModel", GPT2),
+    "Llama 4": Family("Llama4ForCausalLM", HEADS | EXPERTS | {"attention_chunk_size": 7, "intermediate_size_mlp": 48}),
+    "Phi-3.5-MoE, sliding window": Family("PhimoeForCausalLM", EXPERTS | WINDOW),
+    "Doge": Family("DogeForCausalLM", {"keep_window_size": 7}),
+    "DeepSeek-V3.2": Family(
+        "DeepseekV32ForCausalLM", EXPERTS | LATENT | {"index_topk": 5, "index_n_heads": 8, "index_head_dim": 16}
+    ),
+    "Mamba": Family("MambaForCausalLM", STATES),
+    "Mamba 2": Family("Mamba2ForCausalLM", STATES | {"num_heads": 8, "head_dim": 8, "n_groups": 1, "expand": 2}),
+    "Falcon Mamba": Family("FalconMambaForCausalLM", STATES),
+    "RWKV": Family("RwkvForCausalLM", {"context_length": 128, "attention_hidden_size": 32}),
+    "RecurrentGemma": Family(
+        "RecurrentGemmaForCausalLM",
+        HEADS | {"lru_width": 32, "attention_window_size": 7, "block_types": ["recurrent", "attention"]},
+    ),
+    "Jamba": Family(
+        "JambaForCausalLM",
+        STATES
+        | EXPERTS
+        | {
+            "attn_layer_period": 2,
+            "attn_layer_offset": 1,
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "Bamba": Family("BambaForCausalLM", STATES_2 | {"attn_layer_indices": [1]}),
+    "Zamba 2": Family(
+        "Zamba2ForCausalLM",
+        STATES
+        | {
+            "n_mamba_heads": 8,
+            "mamba_headdim": 8,
+            "mamba_ngroups": 1,
+            "layers_block_type": ["mamba", "hybrid"],
+            "layer_types": ["mamba", "hybrid"],
+            "num_mem_blocks": 1,
+        },
+    ),
+    "Falcon H1": Family("FalconH1ForCausalLM", STATES_2 | {"mamba_d_ssm": 64}),
+    "Nemotron H": Family(
+        "NemotronHForCausalLM",
+        STATES
+        | HEADS
+        | {
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 8,
+            "n_groups": 1,
+            "layers_block_type": ["mamba", "attention"],
+            "hybrid_override_pattern": "M*",
+        },
+    ),
+    "Granite 4 hybrid": Family(
+        "GraniteMoeHybridForCausalLM",
+        STATES_2 | EXPERTS | {"layer_types": ["mamba", "attention"], "shared_intermediate_size": 16},
+    ),
+    "LFM2": Family("Lfm2ForCausalLM", {"layer_types": ["conv", "full_attention"]}),
+    "LFM2-MoE": Family(
+        "Lfm2MoeForCausalLM", EXPERTS | {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}
+    ),
+    "Qwen3-Next": Family(
+        "Qwen3NextForCausalLM", HEADS | EXPERTS | DELTA | LINEAR | {"shared_expert_intermediate_size": 16}
+    ),
+    "Qwen3.5": Family("Qwen3_5ForCausalLM", HEADS | DELTA | LINEAR),
+    "MiniMax": Family("MiniMaxForCausalLM", HEADS | EXPERTS | LINEAR | {"block_size": 8}),
+    "OLMo hybrid": Family("OlmoHybridForCausalLM", DELTA | LINEAR),
+    "Kimi Linear": Family(
+        "KimiLinearForCausalLM", EXPERTS | LATENT | LINEAR | {"linear_head_dim": 8, "linear_num_heads": 4}
+    ),
+}
+
 
 def config_of(family: Family) -> Any:
     """Its configuration: PLAIN with its changes, and only such keys as it knows."""
@@ -128,7 +226,7 @@ def config_of(family: Family) -> Any:
 
 def model(name: str) -> Any:
     """A new model of the family of that name, the same one each time."""
-    return build(FAMILIES[name])
+    return build((FAMILIES | OTHERS)[name])
 
 
 def build(family: Family) -> Any:
@@ -140,3 +238,10 @@ def build(family: Family) -> Any:
         if parameter.ndim > 1:
             parameter.data.mul_(8)  # for varied answers
     return made
+
+
+def row(name: str, facts: dict[str, str]) -> str:
+    """The line of a family in the table of docs/engines.md, by what the card of its engine says."""
+    how, _, why = facts["generation"].partition(", not packed: ")
+    prompts = facts.get("prompts", "read in pieces").removeprefix("read ")
+    return f"| {name} | `{(FAMILIES | OTHERS)[name].made}` | {how} | {prompts} | {why.partition(' (')[0]} |"

@@ -2,6 +2,8 @@
 
 import functools
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,13 @@ pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import plan  # noqa: E402
+from headway.workers.generate import engine_for, plan  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from tests import families  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
+ENGINES = Path(__file__).parents[1] / "docs" / "engines.md"
+HEADER = ["| family | class | runs | prompts | why not packed |", "|---|---|---|---|---|"]
 SHAPES = ((1, 9), (30, 6), (13, 12), (47, 3), (5, 14), (22, 8))  # tokens of a prompt, and of its answer
 
 
@@ -83,6 +87,7 @@ def test_tokens_in_company_are_those_of_generate_alone(name: str, monkeypatch: p
         assert not answers.failed
         assert subject._pages.used == 0
     assert preempted
+    assert families.row(name, subject.card.facts) in ENGINES.read_text()
 
 
 @pytest.mark.parametrize("name", ["Llama", "GPT-2", "GPT-OSS"])
@@ -95,3 +100,19 @@ def test_sampled_tokens_do_not_depend_on_company(name: str) -> None:
     answers = arriving(engine(name, step_tokens=9), [*sampled, *WANTED], seed=3)
     assert [answers.tokens[rid] for rid in range(len(sampled))] == alone
     assert alone != generated(name)
+
+
+def test_the_table_lists_every_family(rewrite: bool) -> None:
+    """What each line says is held against an engine where its family is tried."""
+    names = [*families.FAMILIES, *families.OTHERS]
+    text = ENGINES.read_text()
+    if rewrite:
+        settings = ModelSpec(kv_mib=4)
+        limits = {"context_tokens": families.PLAIN["max_position_embeddings"], "vocab_size": families.VOCAB}
+        facts = {name: engine_for(settings, tiny.loaded(families.model(name), **limits)).card.facts for name in names}
+        table = "\n".join(HEADER + [families.row(name, facts[name]) for name in names])
+        ENGINES.write_text(re.sub(r"(<!-- families -->\n)(\n\|.*?\n)?(?=\n[^|])", rf"\1\n{table}\n", text, flags=re.S))
+        text = ENGINES.read_text()
+    lines = text.split("<!-- families -->\n\n")[1].split("\n\n")[0].splitlines()
+    assert lines[:2] == HEADER
+    assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in names]

@@ -259,20 +259,21 @@ def test_the_dtype_follows_the_device(kind: str, capability: tuple[int, int] | N
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "packing", "words"),
     [
-        (lambda: transformers.T5Config(), "encoder-decoder"),
-        (lambda: transformers.MambaConfig(), "recurrent state|linear_attention"),
-        (lambda: transformers.Qwen3NextConfig(), "linear_attention"),
-        (lambda: transformers.Llama4TextConfig(), "chunked_attention"),
+        (lambda: transformers.T5Config(), "auto", "encoder-decoder"),
+        (lambda: transformers.MambaConfig(), "packed", "cannot be run packed: .*linear_attention"),
+        (lambda: transformers.RwkvConfig(), "packed", "cannot be run packed: it keeps a recurrent state"),
+        (lambda: transformers.Qwen3NextConfig(), "packed", "cannot be run packed: .*linear_attention"),
+        (lambda: transformers.Llama4TextConfig(), "packed", "cannot be run packed: .*chunked_attention"),
     ],
 )
-def test_models_the_paged_cache_cannot_hold_are_refused_before_their_weights(
-    config: Any, words: str, tmp_path: Path
+def test_what_cannot_generate_as_asked_is_refused_before_its_weights(
+    config: Any, packing: str, words: str, tmp_path: Path
 ) -> None:
     config().save_pretrained(tmp_path)
     with pytest.raises(LoadError, match=words):
-        load_model(spec(tmp_path))
+        load_model(spec(tmp_path, packing=packing))
 
 
 def test_longrope_is_limited_to_its_original_context(folder: Path) -> None:

@@ -205,7 +205,7 @@ def test_routers_score_in_the_precision_of_the_models_own_code(name: str, tmp_pa
 
 def test_a_step_runs_in_eval_and_inference_mode() -> None:
     model = families.model("Llama")
-    seen = []
+    subject, seen = start(model), []
     model.register_forward_hook(lambda module, *_: seen.append((module.training, torch.is_inference_mode_enabled())))
-    tiny.drive(start(model), [([1, 2, 3], Params(max_new_tokens=3))])
+    tiny.drive(subject, [([1, 2, 3], Params(max_new_tokens=3))])
     assert set(seen) == {(False, True)}

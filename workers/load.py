@@ -23,7 +23,7 @@ from headway.workers.device import describe, free_bytes, pick_device, pick_dtype
 from headway.workers.packaged import PACKAGED, LoadError
 from headway.workers.whole import check_whole, dtypes_of
 
-__all__ = ["LoadError", "Loaded", "empty_model", "load_model", "model_file", "weight_bytes"]
+__all__ = ["LoadError", "Loaded", "empty_model", "load_model", "model_file", "unpackable", "weight_bytes"]
 
 log = logging.getLogger("headway.worker")
 
@@ -76,7 +76,7 @@ def load_model(spec: ModelSpec, kind: str = "") -> Loaded:
     log.info("loading %s from %s", spec.name, source)
     config = _config(spec, source)
     if kind == "generate":
-        _check_expressible(config, source)
+        _check_decoder(config, spec, source)
     device = pick_device(spec.device)
     dtype = pick_dtype(spec.dtype, device)
     tokenizer = _tokenizer(spec, source)
@@ -169,19 +169,23 @@ def _config(spec: ModelSpec, source: str) -> Any:
         raise LoadError(f"cannot read the model {source}: {error}") from error
 
 
-def _check_expressible(config: Any, source: str) -> None:
-    """Refuse, before any weight is read, what the packed path cannot express: it would answer wrongly or not at all."""
+def unpackable(config: Any) -> str:
+    """What in a model's config pages and a packed row cannot express, or nothing: then its answers decide."""
     text = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder:
-        raise LoadError(f"{source} is an encoder-decoder model; the generate engine serves decoder-only models")
     if strange := sorted(set(getattr(text, "layer_types", None) or ()) - TEXT_LAYERS):
-        raise LoadError(
-            f"{source} has layers of the kinds {', '.join(strange)}; the generate engine's paged cache holds keys and "
-            f"values of full and sliding attention only"
-        )
+        return f"it has layers of the kinds {', '.join(strange)}"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is not None and getattr(kind, "_is_stateful", False):
-        raise LoadError(f"{source} keeps a recurrent state (linear attention or SSM), which a paged cache cannot hold")
+        return "it keeps a recurrent state"
+    return ""
+
+
+def _check_decoder(config: Any, spec: ModelSpec, source: str) -> None:
+    """Refuse, before any weight is read, what cannot generate, or not as the spec wants it."""
+    if config.is_encoder_decoder:
+        raise LoadError(f"{source} is an encoder-decoder model; the generate engine serves decoder-only models")
+    if spec.packing == "packed" and (why := unpackable(config)):
+        raise LoadError(f"{source} cannot be run packed: {why}; leave out packing: packed to run it padded")
 
 
 def _check_room(
@@ -196,13 +200,13 @@ def _check_room(
     }
     try:
         work = memory.work_of(text)
-        if kind == "generate":
+        if kind == "generate" and not unpackable(config):
             cached = memory.cached_of(text, name, spec.kv_dtype)
             plan = memory.plan_generate(
                 spec, dtype=name, cached=cached, work=work, context_tokens=context, cpu=cpu, **sizes
             )
         else:
-            longest = spec.max_input_tokens or context
+            longest = spec.step_tokens if kind == "generate" else spec.max_input_tokens or context
             plan = memory.divide(work_bytes=work.step_bytes(name, longest, 0), **sizes)
     except memory.DoesNotFitError as error:
         raise LoadError(f"{source} does not fit: {error}") from error

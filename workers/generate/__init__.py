@@ -1,17 +1,34 @@
 """Iteration-level generation with unmodified Transformers models.
 
 `pages` holds keys and values, `plan` lays out one step, `attention` keeps requests apart in it, `runner` runs it on a
-model it has verified, `sampling` chooses tokens, `engine` decides who runs. Importing this package imports torch.
+model that has passed the `probe`, `sampling` chooses tokens, `engine` decides who runs. Models which cannot be run so
+have an engine of the same kind in `padded`, over the ways of `rows`. Importing this package imports torch.
 """
 
 from headway.scheduler.spec import ModelSpec
 from headway.workers.engine import Engine
 from headway.workers.generate.engine import GenerateEngine
-from headway.workers.load import load_model
+from headway.workers.generate.padded import PaddedEngine
+from headway.workers.generate.runner import NotPackableError
+from headway.workers.load import Loaded, load_model, unpackable
+from headway.workers.packaged import LoadError
 
-__all__ = ["GenerateEngine", "make_engine"]
+__all__ = ["GenerateEngine", "PaddedEngine", "engine_for", "make_engine"]
 
 
 def make_engine(spec: ModelSpec) -> Engine:
-    """The generate engine for `spec`. Raises load.LoadError, which says what to do."""
-    return GenerateEngine(spec, load_model(spec, "generate"))
+    """The engine that generates for `spec`. Raises load.LoadError, which says what to do."""
+    return engine_for(spec, load_model(spec, "generate"))
+
+
+def engine_for(spec: ModelSpec, loaded: Loaded) -> Engine:
+    """Packed where the model answers so as it does alone, else padded or one by one; as `spec.packing` says."""
+    why = "packing: padded" if spec.packing == "padded" else unpackable(loaded.model.config)
+    if not why:
+        try:
+            return GenerateEngine(spec, loaded)
+        except NotPackableError as error:
+            why = error.why
+    if spec.packing == "packed":
+        raise LoadError(f"{loaded.source} cannot be run packed: {why}; leave out packing: packed to run it padded")
+    return PaddedEngine(spec, loaded, why)

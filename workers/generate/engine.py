@@ -12,19 +12,16 @@ import logging
 import random
 from collections import deque
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import torch
 
-from headway.scheduler import clock, link
-from headway.scheduler.errors import HeadwayError
+from headway.scheduler import clock
 from headway.scheduler.link import Card, Failed, Item, Row, Step
-from headway.scheduler.params import check_vocabulary
 from headway.scheduler.spec import ModelSpec
-from headway.scheduler.wire import Params
 from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
 from headway.workers.generate.canary import Canary
+from headway.workers.generate.intake import Intake
 from headway.workers.generate.pace import Pace
 from headway.workers.generate.page_use import PageUse
 from headway.workers.generate.pages import PagedCache, Pages
@@ -32,9 +29,9 @@ from headway.workers.generate.plan import Span
 from headway.workers.generate.prefix import SharedPages
 from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
-from headway.workers.generate.routing import Share, placement_of, watch
+from headway.workers.generate.routing import Share, placement_of, routed, watch
 from headway.workers.generate.runner import Runner
-from headway.workers.generate.sampling import Pick, choice_of, choose
+from headway.workers.generate.sampling import Pick, choose
 from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
@@ -55,7 +52,7 @@ class GenerateEngine:
         self, spec: ModelSpec, loaded: Loaded, rng: random.Random | None = None, pace: Pace | None = None
     ) -> None:
         self._spec = spec
-        self._rng = rng or random.Random()
+        rng = rng or random.Random()
         started = clock.now_ns()
         self._routing = watch(loaded.model, loaded.device, **placement_of(spec))  # of the model as it came
         self._runner = Runner(loaded, spec.attention)
@@ -64,11 +61,10 @@ class GenerateEngine:
         self._cache = self._room.cache
         self._pages = _pages_of(spec, self._room.plan.pages)
         self._context = loaded.context_tokens or self._pages.total * self._page_tokens
-        self._vocab_size = loaded.vocab_size
-        self._eos = frozenset(token for token in loaded.eos if token < loaded.vocab_size)
         with torch.inference_mode():
             prior = self._runner.timed(self._cache, self._page_tokens)
         self._card = self._describe(loaded, prior)
+        self._intake = Intake.of(loaded, self._card, self._no_room, rng)
         self._pace = pace or Pace(prior)
         self._live: dict[tuple[int, int], Request] = {}
         self._running: list[Request] = []  # oldest first
@@ -78,7 +74,7 @@ class GenerateEngine:
         self._steps = 0
         self._reused = 0  # tokens not read again, in this step
         self._use = PageUse(self._page_tokens)
-        self._canary = Canary(self._cache, self._page_tokens, self._rng) if spec.canary else None
+        self._canary = Canary(self._cache, self._page_tokens, rng) if spec.canary else None
         self._pages.guard = self._canary
         log.info("warmed up in %.1f s: %r, %r", (clock.now_ns() - started) / clock.NS_PER_S, self._runner, self._pages)
 
@@ -96,32 +92,12 @@ class GenerateEngine:
     def add(self, batch: int, items: Sequence[Item]) -> None:
         """Take over `items`; they join at the next step. One that cannot be run gets its ending there."""
         for item in items:
-            params = item.params or Params()
-            try:
-                tokens = link.unpack_ids(item.ids)
-                done = link.unpack_ids(item.done)
-            except ValueError:
-                self._refuse(batch, item.rid, "invalid_request", "token ids are not whole 32-bit integers")
-                continue
-            if fault := self._fault(tokens, done, params):
-                self._refuse(batch, item.rid, *fault)
-                continue
-            stops = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self._eos)
-            request = Request(
-                batch=batch,
-                rid=item.rid,
-                tokens=tokens + done,
-                input_tokens=len(tokens),
-                limit=self._limit(tokens, params),
-                choice=choice_of(params, self._rng.getrandbits(63), stops),
-                stops=stops,
-                tenant=item.tenant,
-            )
-            if request.ending:  # it came complete: all that was missing is this report
-                self._endings.append(Row(batch, item.rid, [], request.ending))
-                continue
-            self._live[request.key] = request
-            self._waiting.append(request)
+            taken = self._intake.take(batch, item)
+            if isinstance(taken, Row):
+                self._endings.append(taken)
+            else:
+                self._live[taken.key] = taken
+                self._waiting.append(taken)
 
     def cancel(self, batch: int, rids: Sequence[int]) -> None:
         """Drop these requests now: their pages are free before the next step."""
@@ -173,7 +149,7 @@ class GenerateEngine:
             kv_total=self._pages.total * self._page_tokens,
             shortages=self._ceiling.shortages - shortages,
             reused=self._reused,
-            **self._routed(),
+            **routed(self._routing, self._live),
         )
         return [step, *(Failed(one.batch, one.code, one.message, one.rids, spent) for one in failures)]
 
@@ -187,33 +163,14 @@ class GenerateEngine:
         if self._runner.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    # ------------------------------------------------------------ arrival
-
-    def _fault(self, tokens: list[int], done: list[int], params: Params) -> tuple[str, str] | None:
-        """Why this request cannot be run (code and message), or None."""
-        if not tokens:
-            return "invalid_request", "the input is empty"
-        if max(tokens) >= self._vocab_size or max(done, default=0) >= self._vocab_size:
-            return "invalid_request", f"token id {max(tokens + done)} is outside the vocabulary of {self._vocab_size}"
-        try:
-            check_vocabulary(params, self._vocab_size)
-        except HeadwayError as error:
-            return error.code, str(error)
-        if len(tokens) > self._card.max_input_tokens:
-            return "too_long", f"the input has {len(tokens)} tokens; the limit is {self._card.max_input_tokens}"
-        needed = self._limit(tokens, params) - 1  # the last token is answered, never read
-        if self._pages_for(needed) > self._pages.total:
-            room = self._pages.total * self._page_tokens
-            return "too_long", f"input and output need {needed} tokens of KV cache; it has {room} (kv_mib)"
-        return None
-
-    def _limit(self, tokens: list[int], params: Params) -> int:
-        return min(len(tokens) + params.max_new_tokens, self._context)
-
-    def _refuse(self, batch: int, rid: int, code: str, message: str) -> None:
-        self._endings.append(Row(batch, rid, [], "error", code, message))
-
     # ------------------------------------------------------------ pages
+
+    def _no_room(self, tokens: int) -> str:
+        """Why a text of so many tokens can never be kept, or nothing."""
+        if self._pages_for(tokens) <= self._pages.total:
+            return ""
+        room = self._pages.total * self._page_tokens
+        return f"input and output need {tokens} tokens of KV cache; it has {room} (kv_mib)"
 
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self._page_tokens)
@@ -328,13 +285,6 @@ class GenerateEngine:
                 rows.append(Row(request.batch, request.rid, [], "error", code, message))
         return []
 
-    def _routed(self) -> dict[str, Any]:
-        """What the step's report says of experts; nothing for a model without any."""
-        routing = self._routing
-        if routing is None:
-            return {}
-        return {"routed": routing.take(self._live), "critical": routing.critical, "active": routing.active}
-
     def _fail(self, requests: Iterable[Request], code: str, message: str) -> list[Failed]:
         rids: dict[int, list[int]] = {}
         for request in requests:
@@ -347,7 +297,14 @@ class GenerateEngine:
     def _describe(self, loaded: Loaded, prior_ns: tuple[float, float, float]) -> Card:
         room = self._pages.total * self._page_tokens
         longest = min(self._context, room + 1) - 1  # one token must still be answered
-        facts = loaded.facts | self._room.facts | {"attention": f"packed {self._runner.attention}"}
+        facts = (
+            loaded.facts
+            | self._room.facts
+            | {
+                "generation": "packed",
+                "attention": f"packed {self._runner.attention}",
+            }
+        )
         facts |= {"prefix_sharing": self._spec.prefix_sharing, "canary": "on" if self._spec.canary else "off"}
         if packed := self._runner.weights.bytes:
             facts["linear_layers"] = f"packed by oneDNN ({packed >> 20} MiB)"

@@ -18,7 +18,15 @@ from headway.workers.packaged import LoadError
 
 CUTS = ((0, 6, 11, 12), (0, 6, 7, 8))  # how the two texts are read, in three steps: prompts, chunk beside row, rows
 NARROW = 5  # positions; shorter than the first piece of a text
-WINDOWS = ("sliding_window", "attention_chunk_size", "window_size", "local_window_size", "index_topk")
+WINDOWS = (  # by which name configurations and modules know how far a token looks, or at how many
+    "sliding_window",
+    "sliding_window_size",
+    "attention_chunk_size",
+    "attention_window_size",
+    "window_size",
+    "keep_window_size",
+    "index_topk",
+)
 EXACT_ERROR = 1e-3  # float32: of a token's largest logit; rounding stays 100x below, a wrong mask far above
 HALF_LIKENESS = 0.95  # half precision: cosine of the logits; rounding in deep models reaches 0.99
 
@@ -71,7 +79,11 @@ class Probe:
 
     def compare(self, text: int, start: int, logits: Any) -> None:
         """`logits` [tokens, vocabulary] after tokens `start`, ... of text `text`: the reference or DifferentError."""
-        logits, expected = logits.float(), self.expected[text][start : start + len(logits)]
+        self.same(logits, self.expected[text][start : start + len(logits)])
+
+    def same(self, logits: Any, expected: Any) -> None:
+        """Both [tokens, vocabulary], from this model by two ways that should agree. Raises DifferentError."""
+        logits, expected = logits.float(), expected.float()
         if self._half:
             likeness = float(torch.nn.functional.cosine_similarity(logits, expected, dim=-1).min())
             good, found = likeness >= HALF_LIKENESS, f"cosine {likeness:.3f}"

@@ -252,6 +252,13 @@ def watch(
     return counted
 
 
+def routed(telemetry: Telemetry | None, live: Container[Key]) -> dict[str, Any]:
+    """What a step's report says of experts; nothing for a model without any. `live`: requests that go on."""
+    if telemetry is None:
+        return {}
+    return {"routed": telemetry.take(live), "critical": telemetry.critical, "active": telemetry.active}
+
+
 class _PlacementFile(Struct, forbid_unknown_fields=True):
     slots: list[list[int]]
     revision: int = 0

@@ -35,7 +35,11 @@ WARM_ROWS, WARM_TOKENS = 8, 64  # the two larger steps that are timed beside a s
 
 
 class NotPackableError(LoadError):
-    """This model cannot be run packed, for the reason it gives; another way of running may still serve it."""
+    """The model at `source` cannot be run packed, because of `why`; another way of running may still serve it."""
+
+    def __init__(self, source: str, why: str) -> None:
+        super().__init__(f"{source} cannot be run packed: {why}")
+        self.why = why
 
 
 class Runner:
@@ -117,7 +121,7 @@ class Runner:
             except Exception as error:  # a model's own code may raise anything about a cache that it did not expect
                 self.model.set_attn_implementation(came_with)
                 if kind == kinds[-1]:
-                    raise NotPackableError(f"{loaded.source} cannot be run packed: {reason(error)}") from error
+                    raise NotPackableError(loaded.source, reason(error)) from error
                 log.warning("packed %s does not work for this model (%s); trying %s", kind, reason(error), kinds[-1])
         raise AssertionError("no kind of attention to try")
 
