@@ -44,6 +44,7 @@ COMMANDS = [
     "compare",
     "rerun",
     "tune",
+    "ab",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode

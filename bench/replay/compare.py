@@ -85,22 +85,30 @@ def _samples(run: Run, column: str) -> Floats:
     return np.asarray([value for value, ending in pairs if ending == "completed" and value is not None], np.float64)
 
 
-def judged(name: str, figure: Figure, needs: int, a: Floats, b: Floats, rng: np.random.Generator) -> Difference:
-    """One figure of two sets of samples; `needs`: how many of them it takes."""
+def judged(
+    name: str, figure: Figure, needs: int, a: Floats, b: Floats, rng: np.random.Generator, *, paired: bool = False
+) -> Difference:
+    """One figure of two sets of samples; `needs`: how many of them it takes. `paired`: they are of the same requests in
+    the same order, and are drawn together."""
     of_a, of_b = (float(figure(samples[None, :])[0]) if len(samples) >= needs else None for samples in (a, b))
     if of_a is None or of_b is None:
         verdict = "too few samples" if len(a) and len(b) else "not in both" if len(a) or len(b) else NEITHER
         return Difference(name, of_a, of_b, verdict=verdict)
     if not of_a:
         return Difference(name, of_a, of_b, verdict="the same" if not of_b else "higher")
-    low, high = _interval(figure, a, b, rng)
+    low, high = _interval(figure, a, b, rng, paired)
     verdict = "the same" if low <= 1 <= high else "lower" if high < 1 else "higher"
     return Difference(name, round(of_a, 6), round(of_b, 6), round(of_b / of_a, 4), low, high, verdict)
 
 
-def _interval(figure: Figure, a: Floats, b: Floats, rng: np.random.Generator) -> tuple[float, float]:
+def _interval(figure: Figure, a: Floats, b: Floats, rng: np.random.Generator, paired: bool) -> tuple[float, float]:
     """Of B / A."""
-    drawn = [np.concatenate([figure(rows) for rows in _drawn(samples, rng)]) for samples in (a, b)]
+    seeds = rng.integers(1 << 62, size=2)
+    rngs = [np.random.default_rng(seeds[0 if paired else at]) for at in (0, 1)]
+    drawn = [
+        np.concatenate([figure(rows) for rows in _drawn(samples, each)])
+        for samples, each in zip((a, b), rngs, strict=True)
+    ]
     some = drawn[0] > 0
     ratios = drawn[1][some] / drawn[0][some]
     if not len(ratios):

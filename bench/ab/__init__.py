@@ -1,0 +1,1 @@
+"""Two configurations beside each other: `headway ab`."""
