@@ -45,6 +45,7 @@ COMMANDS = [
     "rerun",
     "tune",
     "ab",
+    "split",
 ]
 
 _decode = msgspec.msgpack.Decoder(wire.ClientMessage).decode
