@@ -207,8 +207,8 @@ def test_several_processes_are_one_replay(server: Live) -> None:
     report = played(server, shots("poisson:rps=400,n=80,tokens=4,max_new=2"), processes=2)
     assert report.completed == 80
     assert report.columns["at_s"] == sorted(report.columns["at_s"])
-    with pytest.raises(HeadwayError, match="requests of kind 'sing' cannot be made up"):
-        played(server, [Shot(index, 0, 1, 1, "sing") for index in range(2)], processes=2)
+    with pytest.raises(HeadwayError, match="no such file; give the model's tokenizer"):
+        run(jobs.play_in(2, Job(connect=server.address, how=How(tokenizer="nowhere")), shots("poisson:n=4")))
 
 
 def test_inside_this_process() -> None:
@@ -290,6 +290,13 @@ def test_failures_are_shown_and_are_the_exit_code(server: Live, tmp_path: Path) 
 def test_what_cannot_be_replayed_is_a_usage_error(arguments: list[str], said: str) -> None:
     result = CliRunner(env={"COLUMNS": "200"}).invoke(app, ["replay", *arguments])
     assert (result.exit_code, said in result.output) == (2, True), result.output
+
+
+def test_a_model_that_is_not_there_is_waited_for_and_named(server: Live) -> None:
+    arguments = ["replay", "poisson:n=2", "--connect", server.address, "--timeout-ms", "300"]
+    for more, said in ((["--model", "other"], "no model called 'other'"), (["--kind", "classify"], "serves classify")):
+        result = CliRunner(env={"COLUMNS": "200"}).invoke(app, [*arguments, *more])
+        assert (result.exit_code, said in result.output) == (4, True), result.output
 
 
 def test_a_server_that_is_not_there_is_unreachable() -> None:

@@ -21,7 +21,7 @@ from headway.bench.replay.player import Player, Told
 from headway.bench.replay.seen import Seen
 from headway.bench.replay.targets import Headway, How, Impatient, SlowLines, Target
 from headway.bench.replay.watch import Watch, Watched
-from headway.scheduler import clock
+from headway.scheduler import clock, wire
 from headway.scheduler.client import Client
 from headway.scheduler.config import ConfigError
 from headway.scheduler.embedded import Scheduler
@@ -29,7 +29,7 @@ from headway.scheduler.errors import HeadwayError
 from headway.scheduler.spec import ServerSpec
 
 LEAD_NS = 200 * clock.NS_PER_MS  # from "all are ready" to time 0
-PROCESSES_MAX = 64
+LOOK_S = 0.2  # between two looks whether a model is loaded
 
 
 class Job(msgspec.Struct, frozen=True, omit_defaults=True, kw_only=True):
@@ -66,7 +66,6 @@ async def opened(job: Job, spec: ServerSpec | None) -> AsyncIterator[tuple[Targe
             line = await stack.enter_async_context(
                 Impatient(job.connect, curve_server_key=key, timeout_ms=job.timeout_ms, max_retries=0)
             )
-            await line.info()
             slow = SlowLines(job.connect, key.encode() if key else None, job.how.slow_ms)
             stack.callback(slow.close)
             yield Headway(line, job.how, slow=slow), line
@@ -78,11 +77,40 @@ async def play(
     """In this process."""
     async with opened(job, spec) as (target, client):
         _check_slow(target, shots)
+        if client is not None:
+            await until_served(client, job, shots)
         start_ns = clock.now_ns() + LEAD_NS
         player = Player(target, start_ns, concurrency=job.concurrency, told=told, seed=job.seed)
         async with watching(client, start_ns) as watch:
             seen = await _play(player, job, shots)
         return seen, watch.found if watch is not None else None
+
+
+async def kind_of(client: Client, job: Job) -> str:
+    """What the wanted model does; of several, the first. Raises HeadwayError."""
+    return (await _served(client, job, None))[0].kind
+
+
+async def until_served(client: Client, job: Job, shots: Sequence[Shot]) -> None:
+    """Wait for the models that the shots need. Raises HeadwayError."""
+    await _served(client, job, {shot.kind for shot in shots})
+
+
+async def _served(client: Client, job: Job, kinds: set[str] | None) -> list[wire.ModelInfo]:
+    """The models of the wanted name, once all these kinds are among them (None: any). A server listens before its
+    models are loaded, so they are waited for. Raises HeadwayError `no_worker` after `timeout_ms`."""
+    until_ns = clock.now_ns() + job.timeout_ms * clock.NS_PER_MS
+    while True:
+        models = (await client.info()).models
+        served = [model for model in models if model.workers and job.how.model in ("", model.name)]
+        missing = (kinds or set()) - {model.kind for model in served}
+        if served and not missing:
+            return served
+        if clock.now_ns() > until_ns:
+            name = f" called {job.how.model!r}" if job.how.model else ""
+            text = f"no model{name} that serves {', '.join(sorted(missing)) or 'anything'} within {job.timeout_ms} ms"
+            raise HeadwayError("no_worker", f"{text}; --timeout-ms waits longer")
+        await anyio.sleep(LOOK_S)
 
 
 def _check_slow(target: Target, shots: Sequence[Shot]) -> None:
@@ -149,6 +177,8 @@ async def play_in(processes: int, job: Job, shots: Sequence[Shot]) -> tuple[list
                 )
             )
         )
+        if target_client is not None:
+            await until_served(target_client, job, shots)
         children = []
         for index, part in enumerate(parts):
             clients = len(range(index, job.clients, processes)) if job.clients else 0

@@ -211,8 +211,9 @@ def _kind_of(job: "Job", spec: "ServerSpec | None") -> str:
         return "generate"
     if spec is not None:
         return next((model.kind for model in spec.models if wanted in ("", model.name)), "generate")
-    info = ask(job.connect, job.server_key or None, job.timeout_ms, lambda client: client.info())
-    return next((model.kind for model in info.models if wanted in ("", model.name)), "generate")
+    from headway.bench.replay.job import kind_of
+
+    return ask(job.connect, job.server_key or None, job.timeout_ms, lambda client: kind_of(client, job))
 
 
 def _play(
