@@ -18,6 +18,7 @@ from headway.scheduler.profile import Profile, Recommended
 from headway.scheduler.spec import ModelSpec
 
 ENOUGH = 0.9
+QUIET = 0.15  # by which passes of the same size may differ
 ROUNDS = 4  # through all reports: there are few, and the model weighs its first ones lightly
 
 Report = tuple[int, int, int]
@@ -43,6 +44,12 @@ def errors(cost: Cost, reports: Sequence[Report]) -> dict[str, float]:
     if not shares:
         return {}
     return {"median": round(median(shares), 4), "p95": round(shares[min(len(shares) - 1, int(0.95 * len(shares)))], 4)}
+
+
+def unrest(tried: Sequence[Tried]) -> float:
+    """How far passes of the same size are apart, as a share of its time: the median over sizes."""
+    apart = [(max(one.passes_ms) - min(one.passes_ms)) / one.took_ms for one in tried if len(one.passes_ms) > 1]
+    return median(apart) if apart else 0.0
 
 
 def size_for(tried: Sequence[Tried], tokens: int, took_ms_max: float | None) -> tuple[int, str]:
@@ -95,6 +102,10 @@ def profile_from(
         f"{error['median']:.0%} (median), {error['p95']:.0%} (one in twenty is worse)"
     )
     reasons.append(f"measured until {ended_by}")
+    if (apart := unrest(tried)) > QUIET:
+        reasons.append(
+            f"passes of the same size differ by {apart:.0%}: the machine was not quiet; measure again when it is"
+        )
     peak = max((one.found.peak_bytes for one in tried), default=0)
     return Profile(
         headway_profile=1,

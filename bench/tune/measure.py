@@ -1,9 +1,10 @@
 """Which batches are measured, in what order, and when it is enough.
 
 Batch sizes double at each length until more requests at once bring little more (the knee), until memory runs out, or
-until time is up. Sizes go round by length, so that a run that is cut short has seen all lengths. What fails is written
-down and not tried again, nor anything that takes more memory. The engine is a `Prober`: in a process of its own, which
-may die and is then started again.
+until time is up. Sizes go round by length, so that a run that is cut short has seen all lengths; what time is left is
+spent on seeing them again, backwards, so that a neighbour's burst does not fall on one size alone. What fails is
+written down and not tried again, nor anything that takes more memory. The engine is a `Prober`: in a process of its
+own, which may die and is then started again.
 """
 
 import subprocess
@@ -24,6 +25,7 @@ GROWTH_MIN = 1.1  # twice the requests bring less than this, twice in a row: pas
 REPEATS = 3  # of a one-shot batch; a generating engine repeats itself by its steps
 STEPS = 8  # of a generating engine, with all requests running
 ROOM_TOKENS = 32  # of each request beside its input: what it generates meanwhile, and half-empty pages
+PASSES = 3  # of every size that went well, as far as there is time
 DEATHS_MAX = 3  # of the process, before the rest is given up
 STOP_S = 10.0
 
@@ -31,7 +33,8 @@ STOP_S = 10.0
 class Tried(msgspec.Struct, frozen=True):
     """One batch size at one length, as it is written down. `took_ms`: the median of a batch, or of a step that only
     generates; `rate`: requests (or generated tokens) a second; `read_ms`: all prompts, of a generating engine.
-    `wall_s`: all of it. `ended`: ok | out_of_memory | died | no_room | no_time | error."""
+    `wall_s`: of one pass; `passes_ms`: `took_ms` of each pass by itself.
+    `ended`: ok | out_of_memory | died | no_room | no_time | error."""
 
     requests: int
     tokens: int
@@ -40,6 +43,7 @@ class Tried(msgspec.Struct, frozen=True):
     rate: float = 0.0
     read_ms: float = 0.0
     wall_s: float = 0.0
+    passes_ms: list[float] = []
     message: str = ""
     found: Found = Found()
 
@@ -141,7 +145,21 @@ class Walk:
                     self.ended_by = f"the engine's process died {self._deaths} times"
                     return self.tried
             requests *= 2
+        for _ in range(PASSES - 1):
+            self._again()
         return self.tried
+
+    def _again(self) -> None:
+        """Every size that went well, once more."""
+        for at, one in reversed(list(enumerate(self.tried))):
+            if one.ended != "ok" or clock.now_ns() + int(one.wall_s * clock.NS_PER_S) > self._until_ns:
+                continue
+            more = self._try(one.requests, one.tokens)
+            self._wrote(more)
+            if more.ended != "ok":
+                self._prober.restart()
+                return
+            self.tried[at] = _merged(one, more)
 
     def _goes_on(self, requests: int, tokens: int) -> bool:
         """Try this size; False: no larger one of this length."""
@@ -209,9 +227,15 @@ def _tried(requests: int, tokens: int, founds: Sequence[Found], wall_s: float) -
     took_ns = median(full or [took for _, _, took in whole.steps] or [took for _, _, took in whole.batches])
     read_ns = sum(took for _, _, took in whole.batches) if whole.steps else 0
     rate = requests * clock.NS_PER_S / took_ns
-    return Tried(
-        requests, tokens, "ok", took_ns / clock.NS_PER_MS, rate, read_ns / clock.NS_PER_MS, wall_s, found=whole
-    )
+    took_ms = took_ns / clock.NS_PER_MS
+    return Tried(requests, tokens, "ok", took_ms, rate, read_ns / clock.NS_PER_MS, wall_s, [took_ms], found=whole)
+
+
+def _merged(one: Tried, more: Tried) -> Tried:
+    """Two passes of a size as one: medians over all batches and steps of both."""
+    both = _tried(one.requests, one.tokens, [one.found, more.found], more.wall_s)
+    passes = [*one.passes_ms, *more.passes_ms]
+    return msgspec.structs.replace(both, read_ms=min(one.read_ms, more.read_ms), passes_ms=passes)
 
 
 def lengths_for(about: About, asked: Sequence[int]) -> list[int]:
