@@ -1,6 +1,9 @@
 """Replays against real servers: sent at their own times, and every request accounted for."""
 
 import json
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -270,6 +273,22 @@ def test_failures_are_shown_and_are_the_exit_code(server: Live, tmp_path: Path) 
     assert written["failed_by"] == {"engine_error": written["failed"]}
     assert written["completed"] + written["failed"] == 40
     assert "engine_error: " in result.output
+
+
+def test_an_interrupted_replay_reports_what_has_ended(server: Live, tmp_path: Path) -> None:
+    path = tmp_path / "r.json"
+    before = server.client().status()["counters"]["received"]
+    arguments = ["poisson:rps=100,n=100000,tokens=4,max_new=2", "--connect", server.address, "--model", "stream"]
+    program = [sys.executable, "-m", "headway", "replay", *arguments, "--json", str(path)]
+    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    watching = server.client()
+    while watching.status()["counters"]["received"] < before + 20:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: " in shown
+    assert 0 < json.loads(path.read_text())["completed"] < 100_000
 
 
 @pytest.mark.parametrize(

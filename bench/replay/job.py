@@ -74,7 +74,7 @@ async def opened(job: Job, spec: ServerSpec | None) -> AsyncIterator[tuple[Targe
 async def play(
     job: Job, shots: Sequence[Shot], *, spec: ServerSpec | None = None, told: Told | None = None
 ) -> tuple[list[Seen], Watched | None]:
-    """In this process."""
+    """In this process. Interrupted, it gives up what is under way, and returns what has ended."""
     async with opened(job, spec) as (target, client):
         _check_slow(target, shots)
         if client is not None:
@@ -82,7 +82,10 @@ async def play(
         start_ns = clock.now_ns() + LEAD_NS
         player = Player(target, start_ns, concurrency=job.concurrency, told=told, seed=job.seed)
         async with watching(client, start_ns) as watch:
-            seen = await _play(player, job, shots)
+            try:
+                seen = await _play(player, job, shots)
+            except asyncio.CancelledError:
+                seen = [one for one in player.seen if one.code]
         return seen, watch.found if watch is not None else None
 
 

@@ -84,6 +84,7 @@ def _server(report: Report) -> dict[str, Any]:
     return {
         "batches": watched.launched,
         "batches_seen": len(watched.batches),
+        "running_mean": running(report),
         "batch_sizes": {str(size): count for size, count in sorted(sizes(report).items())},
         "launched_because": reasons(report),
         "server_counters": watched.counters,
@@ -96,6 +97,13 @@ def sizes(report: Report) -> dict[int, int]:
     for batch in report.watched.batches.values() if report.watched is not None else ():
         found[batch["size"]] = found.get(batch["size"], 0) + 1
     return found
+
+
+def running(report: Report) -> float | None:
+    """How many requests ran together on a worker when a batch joined, its own counted; where engines run in steps this
+    is what shares the device, and not the size of a batch."""
+    found = [batch["running"] for batch in report.watched.batches.values()] if report.watched is not None else []
+    return round(sum(found) / len(found), 6) if found else None
 
 
 def reasons(report: Report) -> dict[str, int]:
