@@ -67,6 +67,7 @@ class Referee:
         self._window_max_ns = window_max_ns(policy)
         self._batches = 0
         self._idle_ticks = 0
+        self._asked_ns = NEVER_NS  # the last wake-up it asked for
 
     def __repr__(self) -> str:
         return f"<Referee {len(self.books.live)} live, {len(self.books.over)} over>"
@@ -253,7 +254,11 @@ class Referee:
         due_ns = self.books.due_ns()
         hold(wakeup_ns > now_ns, "wake", f"at {now_ns} the core asks to be woken at {wakeup_ns}")
         hold(wakeup_ns <= due_ns, "wake", f"due at {due_ns}, and the core asks to be woken at {wakeup_ns}")
-        self._idle_ticks = self._idle_ticks + 1 if type(event) is ev.Tick and not actions else 0
+        if actions or type(event) is not ev.Tick:
+            self._idle_ticks = 0
+        elif now_ns >= self._asked_ns:  # a tick that it asked for
+            self._idle_ticks += 1
+        self._asked_ns = wakeup_ns
         hold(self._idle_ticks <= IDLE_TICKS_MAX, "wake", f"woken {self._idle_ticks} times for nothing")
         hold(due_ns < NEVER_NS or wakeup_ns < NEVER_NS or not self.books.live, "wake", "who is left will never end")
 
