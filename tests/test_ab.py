@@ -114,6 +114,10 @@ def test_one_of_several_recorded_models(tmp_path: Path) -> None:
     found = traffic_of(str(path), "search", seed=0)
     assert len(found.load) == len(found.total_ms) == 150
     assert np.isfinite(found.total_ms).all()
+    assert found.load.notes[-1].startswith("100 recorded requests were for other models")
+    one = recorded(tmp_path / "b.rec", TRUE, "poisson:rps=60,n=100", "chat")
+    recorded(one, TRUE, "poisson:rps=60,n=20", "")  # a server whose worker was not up yet: no model, and no tokens
+    assert len(traffic_of(str(one), "", seed=0).load) == 100
     with pytest.raises(ConfigError, match="closed loop"):
         traffic_of("closed:clients=3", "", seed=0)
 

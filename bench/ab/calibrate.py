@@ -92,12 +92,16 @@ def traffic_of(source: str, model: str, *, seed: int) -> Traffic:
     load, found = recording.read(path), recording.entries(path)[0]
     assert load.row is not None  # a recording has them
     entries = [found[row] for row in load.row.tolist()]
-    names = sorted({entry.came.model for entry in entries})
-    if len(names) > 1:
-        if model not in names:
-            raise ConfigError(f"{source} holds traffic of {', '.join(map(repr, names))}; say which with --model")
-        keep = np.asarray([entry.came.model == model for entry in entries])
-        load = load.where(keep, f"model {model!r}")
+    names = sorted({entry.came.model for entry in entries} - {""})  # without one: refused before it was known
+    if len(names) > 1 and model not in names:
+        raise ConfigError(f"{source} holds traffic of {', '.join(map(repr, names))}; say which with --model")
+    chosen = model if model in names else "".join(names)
+    keep = np.asarray([entry.came.model == chosen for entry in entries])
+    if not keep.all():
+        load = load.where(keep, f"model {chosen!r}")
+        load = load.noted(
+            f"{int((~keep).sum()):,} recorded requests were for other models or refused at once; left out"
+        )
         entries = [entry for entry, kept in zip(entries, keep.tolist(), strict=True) if kept]
     total = [entry.went.total_ms if entry.went and entry.went.outcome == "ok" else math.nan for entry in entries]
     first = [entry.went.ttft_ms if entry.went and entry.went.ttft_ms is not None else math.nan for entry in entries]

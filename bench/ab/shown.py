@@ -17,6 +17,7 @@ AIM = 0.15  # by which a simulated mean or P95 may be off, before its comparison
 def shown(found: Compared) -> Group:
     """Tables for the terminal."""
     parts: list[RenderableType] = [_figures(found), _devices(found)]
+    parts += [Text(note) for note in found.reports[0].notes]
     if found.same:
         parts.append(Text("every request went exactly as in A: what differs has no effect on this traffic"))
     parts.append(_calibration(found))

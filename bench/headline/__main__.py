@@ -86,12 +86,12 @@ def _shares(text: str) -> list[float]:
 @app.command(help=(__doc__ or "").split("\n\n")[0])
 def main(
     rounds: Annotated[int, typer.Option(min=1, help="turns of all servers")] = 2,
-    requests: Annotated[int, typer.Option(min=8, help="requests of a closed loop")] = 48,
+    requests: Annotated[int, typer.Option(min=8, help="requests of a closed loop")] = 32,
     clients: Annotated[int, typer.Option(min=1, max=256, help="of the closed loop")] = 16,
     shares: Annotated[
         str, typer.Option(metavar="N,N", help="open loops, as shares of one at a time's rate")
     ] = "0.7,1.5",
-    span_s: Annotated[float, typer.Option(min=1, help="how long requests come in an open loop")] = 20.0,
+    span_s: Annotated[float, typer.Option(min=1, help="how long requests come in an open loop")] = 15.0,
     prompt: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of a prompt")] = "16:64",
     output: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of an answer")] = "8:24",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads each server computes with")] = max(
