@@ -7,11 +7,12 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from headway.bench.replay import prompts  # noqa: E402
-from headway.bench.replay.plan import Shaping, opened  # noqa: E402
+from headway.bench.replay.plan import Shaping, Shot, opened  # noqa: E402
+from headway.bench.replay.targets import How, Requests  # noqa: E402
 from headway.bench.sim import recording  # noqa: E402
 from headway.bench.sim.arrivals import TraceError  # noqa: E402
 from headway.bench.sim.recording import Record  # noqa: E402
-from headway.scheduler import link  # noqa: E402
+from headway.scheduler import link, wire  # noqa: E402
 from headway.scheduler.config import ConfigError  # noqa: E402
 
 MS = 1_000_000
@@ -123,6 +124,17 @@ def test_ids_are_exact_and_the_same_each_time() -> None:
     assert len(prompts.ids(4, 1000)) == 1000
     assert prompts.ids(4, 50) == prompts.ids(4, 50) != prompts.ids(5, 50) != prompts.ids(5, 50, seed=1)
     assert set(prompts.ids(0, 5000)) == set(range(prompts.LOWEST, prompts.HIGHEST))
+
+
+def test_a_pair_of_texts_shares_its_tokens() -> None:
+    made = Requests(How(tokenizer="bytes"), "r").make(Shot(3, 0, 25, 0, "score"))
+    assert isinstance(made, wire.Score)
+    assert (len(made.text), len(made.text_pair)) == (12, 13)
+    made = Requests(How(), "r").make(Shot(3, 0, 25, 0, "score", tenant="t", priority=99))
+    assert isinstance(made, wire.Score)
+    assert (len(made.text.split()), len(made.text_pair.split()), made.tenant, made.priority) == (12, 13, "t", 10)
+    with pytest.raises(ConfigError, match="requests of kind 'sing' cannot be made up"):
+        Requests(How(), "r").make(Shot(0, 0, 1, 0, "sing"))
 
 
 def test_texts_have_exactly_the_tokens_that_were_asked_for(tmp_path: Path) -> None:

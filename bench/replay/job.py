@@ -76,7 +76,7 @@ async def play(
 ) -> tuple[list[Seen], Watched | None]:
     """In this process. Interrupted, it gives up what is under way, and returns what has ended."""
     async with opened(job, spec) as (target, client):
-        _check_slow(target, shots)
+        check(target, shots)
         if client is not None:
             await until_served(client, job, shots)
         start_ns = clock.now_ns() + LEAD_NS
@@ -116,7 +116,10 @@ async def _served(client: Client, job: Job, kinds: set[str] | None) -> list[wire
         await anyio.sleep(LOOK_S)
 
 
-def _check_slow(target: Target, shots: Sequence[Shot]) -> None:
+def check(target: Target, shots: Sequence[Shot]) -> None:
+    """That the target can do what the load asks for, before anything is sent. Raises ConfigError."""
+    for shot in {shot.kind: shot for shot in shots}.values():
+        target.load(shot)
     if not target.slow and any(shot.slow for shot in shots):
         raise ConfigError("slow readers need a connection that can be read slowly; an embedded scheduler has none")
 

@@ -45,6 +45,11 @@ def ids(index: int, tokens: int, seed: int = 0) -> list[int]:
     return found
 
 
+def plain(index: int, tokens: int) -> str:
+    """About as many tokens: so many common words, where no tokenizer is there to count with."""
+    return " ".join(WORDS[(index + place) % len(WORDS)] for place in range(tokens))
+
+
 def texts(tokenizer: str, seed: int = 0) -> Text:
     """What makes a text of so many tokens: (index, tokens) -> text. `tokenizer`: a tokenizer.json, or `bytes`. Raises
     ConfigError."""

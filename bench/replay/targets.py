@@ -104,6 +104,13 @@ class Requests:
     def _classify(self, shot: Shot, common: dict[str, object]) -> wire.Request:
         return wire.Classify(**common, **self._input(shot, "text"))  # type: ignore[arg-type]
 
+    def _score(self, shot: Shot, common: dict[str, object]) -> wire.Request:
+        """A pair of texts, each half of the input."""
+        text = self._text or prompts.plain
+        halves = [max(1, part) for part in (shot.tokens // 2, shot.tokens - shot.tokens // 2)]
+        pair = [text(2 * shot.index + place, tokens) for place, tokens in enumerate(halves)]
+        return wire.Score(**common, text=pair[0], text_pair=pair[1])  # type: ignore[arg-type]
+
     def _call(self, shot: Shot, common: dict[str, object]) -> wire.Request:
         payload = shot.payload if shot.payload is not None else _PAYLOAD
         return wire.Call(**common, payload=msgspec.Raw(payload), tokens=shot.tokens)  # type: ignore[arg-type]
@@ -114,6 +121,7 @@ _MAKE: dict[str, Callable[[Requests, Shot, dict[str, object]], wire.Request]] = 
     "generate": Requests._generate,
     "embed": Requests._embed,
     "classify": Requests._classify,
+    "score": Requests._score,
     "call": Requests._call,
 }
 

@@ -8,12 +8,11 @@ server writes is in `scheduler/recorder.py`; of it all but these may be left out
 `at_ns` is on any clock. A map with `end` is the ending of the last request before it with this `rid`. A process that
 dies may leave half a map at the end: it is left out, with a note. Anything wrong before that is a TraceError with the
 byte where it is.
-
-Source: the msgpack specification, format table.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
 
@@ -21,14 +20,11 @@ import msgspec
 import numpy as np
 
 from headway.bench.sim.arrivals import NS_PER_MS, Arrivals, TraceError, ints, ordered, plain
+from headway.scheduler.config import ConfigError
 from headway.scheduler.recorder import VERSION, Came, Went
+from headway.scheduler.tape import ends
 
 Record = Came
-_MAP16, _MAP32 = 0xDE, 0xDF
-_FIXED = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
-_FIXED |= {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
-_SIZED = {0xD9: 1, 0xDA: 2, 0xDB: 4, 0xC4: 1, 0xC5: 2, 0xC6: 4}
-_LISTS = {0xDC: 2, 0xDD: 4}
 
 
 class _Kind(msgspec.Struct):
@@ -72,47 +68,6 @@ def write(path: Path, records: Iterable[Record]) -> None:
             writer.write(record)
 
 
-def split(data: bytes) -> Iterator[tuple[int, int]]:
-    """Where each value of the stream begins and ends; the last ends past the data if it is not all there."""
-    at = 0
-    while at < len(data):
-        begin = at
-        owed = 1
-        while owed:
-            if at >= len(data):
-                at += 1
-                break
-            size, children = _one(data, at)
-            at += size
-            owed += children - 1
-        yield begin, at
-
-
-def _one(data: bytes, at: int) -> tuple[int, int]:
-    """Bytes of the value at `at` itself, and how many values it holds."""
-    byte = data[at]
-    if byte <= 0x7F or byte >= 0xE0:
-        return 1, 0
-    if byte <= 0x8F:
-        return 1, 2 * (byte & 15)
-    if byte <= 0x9F:
-        return 1, byte & 15
-    if byte <= 0xBF:
-        return 1 + (byte & 31), 0
-    if byte in _FIXED:
-        return 1 + _FIXED[byte], 0
-    if byte in _SIZED:
-        width = _SIZED[byte]
-        return 1 + width + int.from_bytes(data[at + 1 : at + 1 + width]), 0
-    if byte in (_MAP16, _MAP32):
-        width = 2 if byte == _MAP16 else 4
-        return 1 + width, 2 * int.from_bytes(data[at + 1 : at + 1 + width])
-    if byte in _LISTS:
-        width = _LISTS[byte]
-        return 1 + width, int.from_bytes(data[at + 1 : at + 1 + width])
-    raise TraceError(f"byte {at}: {byte:#x} begins no plain msgpack value")
-
-
 def entries(path: Path) -> tuple[list[Entry], bool]:
     """All whole requests in the order of their writing, and whether half a map follows. Raises TraceError."""
     try:
@@ -124,29 +79,31 @@ def entries(path: Path) -> tuple[list[Entry], bool]:
     view = memoryview(data)
     found: list[Entry] = []
     last: dict[int, Entry] = {}
+    begin = 0
     try:
-        for begin, end in split(data):
-            if end > len(data):
-                return found, True
+        for end in ends(BytesIO(data), str(path)):
             part = view[begin:end]
             if kind(part).end is not None:
                 ending = went(part)
                 if ending.end in last:
                     last[ending.end].went = ending
-                continue
-            record = came(part)
-            if record.v != VERSION:
-                raise TraceError(f"byte {begin}: a record of version {record.v}; this headway reads {VERSION}")
-            if record.tokens < 0 or record.max_new < 0:
-                raise TraceError(f"byte {begin}: fewer than 0 tokens")
-            found.append(Entry(record))
-            if record.rid:
-                last[record.rid] = found[-1]
-    except TraceError as error:
-        raise TraceError(f"{path}, {error}") from None
-    except msgspec.MsgspecError as error:
-        raise TraceError(f"{path}, byte {begin}: not a record: {error}") from None
-    return found, False
+            else:
+                found.append(Entry(_checked(came(part))))
+                last[found[-1].came.rid] = found[-1]
+            begin = end
+    except (msgspec.MsgspecError, ValueError) as error:
+        text = str(error) if isinstance(error, ConfigError) else f"{path}, byte {begin}: not a record: {error}"
+        raise TraceError(text) from None
+    return found, begin < len(data)
+
+
+def _checked(record: Record) -> Record:
+    """Raises ValueError for what its types cannot say."""
+    if record.v != VERSION:
+        raise ValueError(f"a record of version {record.v}; this headway reads {VERSION}")
+    if record.tokens < 0 or record.max_new < 0:
+        raise ValueError("fewer than 0 tokens")
+    return record
 
 
 def records(path: Path) -> tuple[list[Record], bool]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from headway.bench.replay.watch import Watched
     from headway.scheduler.spec import ServerSpec
 
-KINDS = ("generate", "embed", "classify", "call")
+KINDS = ("generate", "embed", "classify", "score", "call")
 PATTERNS = ("trace", "fixed", "poisson")
 TRACE, TARGET, SHAPE, PROMPT, RUN, OUTPUT = "Source", "Target", "Load", "Requests", "Run", "Report"
 
