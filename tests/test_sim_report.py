@@ -193,13 +193,17 @@ def test_the_study_finds_greedy_and_its_targets() -> None:
         study.Loop(f"{source},n=100", "e1", 1) for source in ("closed:clients=4", "pulses:burst=3", "poisson:rps=1")
     ]
     work.append(study.FirstToken("poisson", 0.5, "fast", 150, ""))
+    work.append(study.Lengths("poisson", 0.9, "e3", 400, ""))
     found = [study.do(job) for job in work]
+    ways = found[-1][1]
+    assert 0 <= ways["like lengths, full"]["waste"] < ways["order of arrival"]["waste"] < 1
     assert found[3][1]["greedy"]["ratio"] == 1
     found.append((study.Steps("e2", 1), {name: {"up": 1.0, "down": 1.2} for name in study.WINDOWS}))
     rows = window_study.summary(found)
     aims = window_study.targets(found, rows, 60.0)
     assert {row["window"] for row in rows} == set(study.WINDOWS)
-    assert all(aim.reached > 0 for aim in aims)
+    assert all(aim.reached > 0 for aim in aims if "waste" not in aim.name)
+    assert next(aim for aim in aims if "waste" in aim.name).reached == ways["like lengths, by cost"]["waste"]
     assert next(aim for aim in aims if "load step" in aim.name).reached == 1.2
     assert set(window_study.over_load(found)) == set(study.ENGINES)
     console = Console(width=160)
