@@ -16,7 +16,7 @@ import pytest
 import zmq
 
 from headway.scheduler import link, supervisor
-from headway.scheduler.link import Bye, Done, Drop, Failed, Ready, Step, Stop
+from headway.scheduler.link import Bye, Done, Drop, Failed, Ready, Step, Stop, Welcome
 from headway.scheduler.spec import ModelSpec
 from headway.workers import line, process
 from headway.workers.process import run_worker
@@ -166,6 +166,24 @@ def test_a_scheduler_restart_is_survived_and_old_work_forgotten(scheduler: Sched
     assert [(row.rid, row.tokens, row.finish) for row in step.rows] == [(0, [ord("n")], "stop")]
     scheduler.send(new, Stop())
     assert scheduler.next(Bye)[0] == new
+    assert hand.ended() == 0
+
+
+def test_a_worker_that_is_not_known_any_more_forgets_its_work_and_registers_again(scheduler: Scheduler) -> None:
+    hand = Hand(scheduler, mode="iteration", fixed_ms=1)
+    worker, _ = scheduler.welcome()
+    scheduler.send(worker, texts(1, "x" * 5000))
+    scheduler.next(Step)
+    scheduler.send(worker, link.Again())
+    again, message = scheduler.any()
+    while not isinstance(message, Ready):  # steps that were on their way
+        again, message = scheduler.any()
+    assert again != worker
+    scheduler.send(again, Welcome())
+    scheduler.send(again, texts(2, "y"))
+    who, step = scheduler.next(Step)
+    assert (who, {row.batch for row in step.rows}) == (again, {2})
+    scheduler.send(again, Stop())
     assert hand.ended() == 0
 
 

@@ -68,6 +68,10 @@ class Line:
             self._note(recv_monitor_message(self._monitor, zmq.NOBLOCK)["event"])
         return self._broken
 
+    def give_up(self) -> None:
+        """It counts as lost."""
+        self._broken = True
+
     def received(self) -> Iterator[bytes]:
         """The messages that are here already; one of several frames comes as b"", which decodes as nothing."""
         while True:

@@ -118,6 +118,7 @@ class Worker:
             link.Drop: self._drop,
             link.Stop: self._stop,
             link.Welcome: self._welcome,
+            link.Again: self._unknown,
         }
 
     def __repr__(self) -> str:
@@ -260,6 +261,11 @@ class Worker:
         self._welcomed = True
         if message.link != link.LINK:
             self._log.warning("the scheduler speaks link version %d, this worker %d", message.link, link.LINK)
+
+    def _unknown(self, line: Line, _message: link.Again) -> None:
+        """The scheduler took it for lost: what it was working on runs elsewhere by now."""
+        self._log.warning("the scheduler does not know this worker any more")
+        line.give_up()
 
     def _run(self, line: Line, message: link.Run) -> None:
         self._welcomed = True
