@@ -73,6 +73,7 @@ def _model(plan: Plan) -> Table:
         table.add_row("active for a token", count_words(counted.active))
     table.add_row(f"weights as {plan.form.name}", size(plan.form.weight_bytes(counted.parts)))
     heads = f"{shape.heads}, latent KV" if shape.latent else f"{shape.heads}, {shape.kv_heads} KV"
+    heads = heads if plan.token_bytes else str(shape.heads)
     table.add_row("layers; heads", f"{shape.layers}; {heads}")
     if shape.experts:
         table.add_row("routed experts a layer", str(shape.experts))

@@ -101,7 +101,7 @@ def profile_from(
         f"a {'step' if iteration else 'batch'} takes {a:.3f} ms + {b:.4f} x tokens + {m:.4f} x requests; off by "
         f"{error['median']:.0%} (median), {error['p95']:.0%} (one in twenty is worse)"
     )
-    reasons.append(f"measured until {ended_by}")
+    reasons.append(f"measuring ended: {ended_by}")
     if (apart := unrest(tried)) > QUIET:
         reasons.append(
             f"passes of the same size differ by {apart:.0%}: the machine was not quiet; measure again when it is"

@@ -130,7 +130,7 @@ class Walk:
         self._wrote = wrote
         self._deaths = self._until_ns = 0
         self.tried: list[Tried] = []
-        self.ended_by = "all sizes measured"
+        self.ended_by = "all sizes were measured"
 
     def run(self, lengths: Sequence[int]) -> list[Tried]:
         """Everything that was tried, in order."""
