@@ -139,3 +139,13 @@ def test_on_the_command_line(tmp_path: Path) -> None:
         wrong = CliRunner().invoke(app, command + more)
         assert wrong.exit_code == 2
         assert words in " ".join(wrong.stderr.split())
+
+
+def test_what_the_calibration_found_holds_for_both(tmp_path: Path) -> None:
+    """The same configuration twice, with a cost that is 1.7 times too short: still the same in everything."""
+    traffic = traffic_of(str(recorded(tmp_path / "a.rec", TRUE, "poisson:rps=60,n=600,tokens=100")), "", seed=0)
+    guessed = Setting(scaled(replace(TRUE, noise=0.0), 1 / 1.7), PolicySpec())
+    found = compare(("a", "a"), guessed, guessed, traffic)
+    assert found.calibration is not None
+    assert found.calibration.factor > 1.5
+    assert found.same
