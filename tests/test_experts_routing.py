@@ -12,6 +12,7 @@ torch = pytest.importorskip("torch")
 from headway.scheduler.link import Item, Routed, Step, pack_ids, unpack_counts  # noqa: E402
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
+from headway.workers.generate import engine_for  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from headway.workers.generate.routing import COUNT_MAX, Share, watch  # noqa: E402
 from headway.workers.packaged import LoadError  # noqa: E402
@@ -97,6 +98,17 @@ def test_reports_are_what_the_stock_model_routes(name: str, groups: int) -> None
     expect_by_hand(name, answers, wanted, groups)
     assert engine._routing is not None
     assert engine._routing._tallies == {}
+
+
+@pytest.mark.parametrize("name", ["olmoe", "deepseek_v3"])
+def test_padded_rows_count_what_the_stock_model_routes(name: str) -> None:
+    """The engine with the model's own cache: rows that are padded at the left, requests that join and leave."""
+    wanted = tiny.requests(7, seed=3)
+    spec = ModelSpec(name="tiny", packing="padded", expert_devices=4, max_num_seqs=4, step_tokens=40, kv_mib=4)
+    subject = engine_for(spec, tiny.loaded(tiny.model(name)))
+    assert subject.card.facts["generation"].startswith("padded")
+    answers = tiny.drive(subject, wanted)
+    expect_by_hand(name, answers, wanted, 4)
 
 
 def test_long_answers_are_reported_every_32_tokens() -> None:

@@ -200,34 +200,6 @@ def test_a_later_request_inherits_nothing(name: str) -> None:
         assert tiny.drive(subject, [(second, Params(max_new_tokens=10))]).tokens[0] == expected, how
 
 
-def test_left_padded_rows_keep_their_positions() -> None:
-    """Learned positions (XGLM counts them itself, GPT-Neo is told) and rotary ones, lengths 1 to 64, both orders."""
-    lengths = [1, 3, 5, 9, 17, 33, 63, 64]
-    prompts = [[(at * 31 + length) % 255 + 1 for at in range(length)] for length in lengths]
-    for name in ("GPT-Neo", "XGLM", "GPT-NeoX Japanese"):
-        subject = engine(name, max_num_seqs=8, step_tokens=300)
-        expected = [tiny.drive(subject, [(ids, Params(max_new_tokens=16))]).tokens[0] for ids in prompts]
-        for order in (1, -1):
-            wanted = [(ids, Params(max_new_tokens=16)) for ids in prompts[::order]]
-            answers = tiny.drive(subject, wanted)
-            assert [answers.tokens[rid] for rid in range(8)] == expected[::order], name
-            assert max(step.running for step in answers.steps) == 8
-
-
-@pytest.mark.parametrize("pad", [0, None])
-@pytest.mark.parametrize("eos", [None, 2])
-def test_neither_a_pad_token_nor_an_end_token_is_needed(pad: int | None, eos: int | None) -> None:
-    """Nothing is padded with a token: pad id 0 is no special case, and none at all is none either."""
-    known = families.OTHERS["Falcon"]
-    model = families.build(known._replace(changes=known.changes | {"pad_token_id": pad, "eos_token_id": eos}))
-    loaded = tiny.loaded(model, context_tokens=128, vocab_size=families.VOCAB)
-    subject = PaddedEngine(ModelSpec(kv_mib=4, max_num_seqs=4), loaded, "")
-    wanted = [([0, 5, 0], Params(max_new_tokens=6)), *WANTED[:3]]
-    answers = tiny.drive(subject, wanted)
-    assert max(step.running for step in answers.steps) == 4
-    assert [answers.tokens[rid + 1] for rid in range(3)] == generated("Falcon")[:3]
-
-
 # ---------------------------------------------------------------- the protocol
 
 

@@ -26,9 +26,10 @@ from headway.workers.generate.intake import Intake
 from headway.workers.generate.pace import Pace
 from headway.workers.generate.request import Request
 from headway.workers.generate.routing import Share, placement_of, routed, watch
-from headway.workers.generate.rows import Afresh, Together, Way, cost_of, way_of
+from headway.workers.generate.rows import Afresh, Together, Way
 from headway.workers.generate.sampling import choose
-from headway.workers.generate.shares import shares_of
+from headway.workers.generate.shares import OLDEST_SHARE, Portion
+from headway.workers.generate.trial import cost_of, way_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 from headway.workers.packaged import LoadError
@@ -36,6 +37,7 @@ from headway.workers.packaged import LoadError
 log = logging.getLogger("headway.worker")
 
 WARM_ROWS, WARM_TOKENS = 8, 17  # the steps that are timed beside a step of one token
+PIECE = 64  # tokens of a prompt that are read at once, or the rest of it
 PACKED_ONLY = ("kv_dtype", "prefix_sharing", "canary")  # settings of pages
 UNBOUNDED = 1 << 20  # tokens of a text where neither positions nor memory bound it
 
@@ -76,11 +78,11 @@ class PaddedEngine:
         self._device = loaded.device
         _set_attention(spec, loaded)
         self._routing = watch(loaded.model, loaded.device, **placement_of(spec))
-        self._way: Way = way_of(loaded)
+        self._way, self._weights = way_of(loaded)
         log.warning("%s is not run packed (%s): generation runs %s", loaded.source, why, self._way.name)
         if unused := [key for key in PACKED_ONLY if getattr(spec, key) != ModelSpec.model_fields[key].default]:
             log.warning("%s: only for models that are packed; not used", ", ".join(unused))
-        self._budget = _budget_of(spec, loaded, self._way)
+        self._budget = _budget_of(spec, loaded, self._way, loaded.weight_bytes + self._weights.more_bytes)
         bounds = [bound for bound in (loaded.context_tokens, self._budget.tokens + 1) if bound > 1]
         self._context = min(bounds, default=UNBOUNDED)
         with torch.inference_mode():
@@ -198,17 +200,28 @@ class PaddedEngine:
 
     # ------------------------------------------------------------ a step
 
-    def _shares(self) -> tuple[list[Request], list[tuple[Request, int]]]:
-        """Who decodes, and who reads how many tokens of its prompt."""
+    def _shares(self) -> tuple[list[Request], list[Portion]]:
+        """Who decodes, and who reads how many tokens of its prompt.
+
+        A forward of its own costs each prompt the same again as all who decode, so pieces are PIECE or more, and as few
+        as the budget allows. The prompt with the least left goes first, in one step of OLDEST_SHARE the oldest.
+        """
         decoding = [request for request in self._running if request.pending == 1 and request.written]
-        shares = shares_of(self._running, self._pace, self._spec.step_tokens, UNBOUNDED, self._steps)
-        reading = [(request, count) for request, count in shares if request not in decoding]
-        if self._way.whole:  # as many prompts as fit into the budget, at least the one that is to be read next
-            budget = self._pace.room(len(decoding), self._spec.step_tokens)
-            reading = [(request, request.pending) for request, _ in reading]
-            while len(reading) > 1 and sum(count for _, count in reading) > budget:
-                reading.pop()
-        return decoding, reading
+        reading = [request for request in self._running if request not in decoding]
+        if self._steps % OLDEST_SHARE:
+            reading.sort(key=lambda request: request.pending)
+        left = max(1, self._spec.step_tokens - len(decoding))
+        budget = max(min(PIECE, left), self._pace.room(len(decoding), self._spec.step_tokens))
+        portions: list[Portion] = []
+        for request in reading:
+            count = request.pending if self._way.whole else min(request.pending, budget)
+            if portions and count > budget:
+                break
+            portions.append((request, count))
+            budget -= count
+            if budget <= 0:
+                break
+        return decoding, portions
 
     def _decode(self, requests: list[Request], rows: list[Row], failures: list[Failed]) -> int:
         """A token for each of these: how many tokens were computed."""
@@ -305,6 +318,8 @@ class PaddedEngine:
             "memory": f"{size(self._budget.total_bytes)} for caches; a request takes {size(self._budget.fixed)} and "
             f"{size(self._budget.per_token)} for each token",
         }
+        if self._weights.bytes:
+            facts["linear_layers"] = f"packed by oneDNN ({size(self._weights.bytes)})"
         return Card(
             name=self._spec.name,
             kind="generate",
@@ -332,14 +347,14 @@ def _set_attention(spec: ModelSpec, loaded: Loaded) -> None:
         raise LoadError(f"attention: {spec.attention} cannot be used with this model: {error}") from error
 
 
-def _budget_of(spec: ModelSpec, loaded: Loaded, way: Way) -> Budget:
+def _budget_of(spec: ModelSpec, loaded: Loaded, way: Way, weight_bytes: int) -> Budget:
     """What memory there is for states. Twice a state counts: rows are copied when one joins or leaves."""
     fixed, per_token = cost_of(way)
     work = memory.work_of(loaded.model.config.get_text_config(decoder=True))
     try:
         plan = memory.divide(
             free_bytes=loaded.free_bytes or free_bytes(loaded.device),
-            weight_bytes=loaded.weight_bytes,
+            weight_bytes=weight_bytes,
             work_bytes=work.step_bytes(str(loaded.dtype).removeprefix("torch."), spec.step_tokens, spec.max_num_seqs),
             token_bytes=1,
             gather_bytes=1,

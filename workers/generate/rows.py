@@ -1,7 +1,7 @@
 """Ways to run a model with a cache of its own: what is kept of each request, and how requests meet in one forward.
 
 For models that pages cannot hold: recurrent states, ALiBi, attention outside of Transformers' interface. Correctness
-comes first, so there are three ways, and `way_of` takes the first that answers as the model does alone:
+comes first, so there are three ways, and `trial` takes the first that answers as the model does alone:
 
 - Together: a prompt is read alone, without padding, so that nothing can leak into a recurrent state. Answers grow in
   one batch: keys and values aligned at the right, zeros at the left that the mask hides, states stacked as they are.
@@ -11,9 +11,7 @@ comes first, so there are three ways, and `way_of` takes the first that answers 
 A token of the input is never padding, in none of them: whoever counts tokens (experts) counts requests' own.
 """
 
-import functools
 import inspect
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -21,18 +19,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import cache_utils
 
-from headway.workers.generate.probe import CannotError, Probe, probes, reason
+from headway.workers.generate.probe import CannotError
 from headway.workers.load import Loaded
-from headway.workers.packaged import LoadError
-
-log = logging.getLogger("headway.worker")
 
 Key = tuple[int, int]
-ALONE: Key = (0, 0)
 Text = tuple[Key, Sequence[int]]  # a request and all its tokens so far
 
 CACHES = ("cache", "past_key_values", "cache_params", "state")  # what models call it, in their forward and their output
-MEASURED = (4, 12)  # lengths of text between which the cost of a token is measured
 
 
 class Way(Protocol):
@@ -89,9 +82,9 @@ class Forward:
         """Logits [1, vocabulary] after a whole text, without a cache."""
         return self._model(self.tensor([tokens]), use_cache=False, **self._last).logits[:, -1]
 
-    def positions(self, values: Sequence[Sequence[int]]) -> dict[str, Any]:
-        """Of the tokens of a forward, as `generate` gives them, if the model takes them: some count wrongly alone."""
-        return {"position_ids": self.tensor(values)} if self._positions else {}
+    def positions(self, values: Any) -> dict[str, Any]:
+        """`values` [rows, tokens], given as `generate` gives them if the model takes them: some count wrongly alone."""
+        return {"position_ids": values} if self._positions else {}
 
     def tensor(self, values: Sequence[Sequence[int]]) -> Any:
         return torch.tensor(values, device=self._device)
@@ -135,7 +128,7 @@ class Apart:
         return f"<{type(self).__name__}, prompts {'whole' if self.whole else 'in pieces'}>"
 
     def read(self, key: Key, tokens: Sequence[int], start: int) -> Any:
-        positions = self.forward.positions([range(start, len(tokens))])
+        positions = self.forward.positions(self.forward.tensor([range(start, len(tokens))]))
         logits, self._caches[key] = self.forward([tokens[start:]], self._caches.get(key), **positions)
         self.forward.ran([(key, start, len(tokens) - start)])
         return logits[0]
@@ -184,10 +177,10 @@ class Together(Apart):
         """Mask and positions of a step; a model without attention has no use for either."""
         if not any(isinstance(layer, cache_utils.DynamicLayer) for layer in self._batch.layers):
             return {}
+        read = self.forward.tensor([[read] for read in self._members.values()])
         width = max(self._members.values()) + 1
-        mask = [[0] * (width - read - 1) + [1] * (read + 1) for read in self._members.values()]
-        positions = self.forward.positions([[read] for read in self._members.values()])
-        return {"attention_mask": self.forward.tensor(mask)} | positions
+        mask = torch.arange(width, device=read.device) >= width - 1 - read
+        return {"attention_mask": mask.long()} | self.forward.positions(read)
 
     def _join(self, key: Key, read: int) -> None:
         cache = self._caches.pop(key)
@@ -282,80 +275,3 @@ def _tensors(thing: Any, seen: set[int]) -> list[Any]:
     inside = thing.values() if isinstance(thing, dict) else thing if isinstance(thing, (list, tuple)) else ()
     parts = [*inside, *getattr(thing, "__dict__", {}).values()]
     return [tensor for part in parts for tensor in _tensors(part, seen)]
-
-
-# ---------------------------------------------------------------- the choice
-
-# What is tried: text 1 decodes alone, is joined by text 0 which reads in two pieces, they change places, one leaves,
-# the other goes on, and at last text 0 comes again. (text, end): it is read, or decoded, up to there.
-READ, PIECE = {0: 8, 1: 4}, 6
-ROUNDS = [[(1, 5)], [(0, 9), (1, 6)], [(1, 7), (0, 10)], [(1, 8)], [(0, 9)]]
-
-
-def way_of(loaded: Loaded) -> Way:
-    """The first way in which texts side by side are answered as each is alone, in the manner of `generate`: its own
-    cache if that works at all. Raises LoadError if none is."""
-    forward, checks = Forward(loaded), probes(loaded)
-    ways: list[Callable[[], Way]] = [
-        *(functools.partial(kind, forward, whole=whole) for kind in (Together, Apart) for whole in (False, True)),
-        functools.partial(Afresh, forward),
-    ]
-    with torch.inference_mode():
-        alone = [_alone(forward, probe) for probe in checks]
-        for make in ways:
-            try:
-                for probe, expected in zip(checks, alone, strict=True):
-                    with probe.applied():
-                        _try(make(), probe, expected)
-            except Exception as error:  # a model's own code may raise anything
-                log.info("%r does not work for this model: %s", make(), reason(error))
-            else:
-                return make()
-    raise LoadError(f"{loaded.source} answers otherwise beside other texts than alone, in every way there is to run it")
-
-
-def _alone(forward: Forward, probe: Probe) -> dict[tuple[int, int], Any]:
-    """What `_try` should find: each text by itself, with the model's cache, or without if it has none that works."""
-    try:
-        with probe.applied():
-            found = {}
-            for text, read in READ.items():
-                way, tokens = Apart(forward, whole=True), probe.texts[text]
-                found[text, read] = way.read(ALONE, tokens[:read], 0)
-                for end in sorted({end for step in ROUNDS for who, end in step if who == text}):
-                    found[text, end] = way.decode([(ALONE, tokens[:end])])[0]
-        return found
-    except Exception as error:
-        log.info("its cache is not used: %s", reason(error))
-        return {(text, at + 1): row for text, rows in enumerate(probe.expected) for at, row in enumerate(rows)}
-
-
-def _try(way: Way, probe: Probe, expected: dict[tuple[int, int], Any]) -> None:
-    """Take both texts through ROUNDS. Raises DifferentError, or whatever the model raises."""
-    read: set[int] = set()
-    for step in ROUNDS:
-        way.drop([(0, text) for text in read - {text for text, _ in step}])
-        read &= {text for text, _ in step}
-        for text in [text for text, _ in step if text not in read]:
-            tokens, end = probe.texts[text], READ[text]
-            cut = 0 if way.whole or text else PIECE
-            if cut:
-                way.read((0, text), tokens[:cut], 0)
-            probe.same(way.read((0, text), tokens[:end], cut)[None], expected[text, end][None])
-            read.add(text)
-        made = way.decode([((0, text), probe.texts[text][:end]) for text, end in step])
-        probe.same(made, torch.stack([expected[text, end] for text, end in step]))
-
-
-def cost_of(way: Way) -> tuple[int, int]:
-    """Bytes of a request's state: fixed, and for each token. Nothing where nothing is kept."""
-    if not isinstance(way, Apart):
-        return 0, 0
-    sizes = []
-    for length in MEASURED:
-        with torch.inference_mode():
-            way.read(ALONE, [1] * length, 0)
-        sizes.append(way.bytes_of(ALONE))
-        way.drop([ALONE])
-    per_token = -(-(sizes[1] - sizes[0]) // (MEASURED[1] - MEASURED[0]))
-    return max(0, sizes[0] - per_token * MEASURED[0]), per_token

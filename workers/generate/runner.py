@@ -19,7 +19,7 @@ from headway.workers.generate import attention
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan, Span
 from headway.workers.generate.probe import Probe, check_kept, probes, reason
-from headway.workers.generate.weights import PackedWeights
+from headway.workers.generate.weights import packed_if_right
 from headway.workers.load import Loaded
 from headway.workers.packaged import LoadError
 
@@ -59,7 +59,7 @@ class Runner:
         check_kept(loaded)
         checks = probes(loaded)
         self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded), checks, loaded)
-        self.weights = self._packed_weights(checks)
+        self.weights = packed_if_right(self.model, lambda: self._verify(checks[0]))
 
     def __repr__(self) -> str:
         return f"<Runner {type(self.model).__name__}, packed {self.attention}>"
@@ -124,18 +124,6 @@ class Runner:
                     raise NotPackableError(loaded.source, reason(error)) from error
                 log.warning("packed %s does not work for this model (%s); trying %s", kind, reason(error), kinds[-1])
         raise AssertionError("no kind of attention to try")
-
-    def _packed_weights(self, checks: Sequence[Probe]) -> PackedWeights:
-        """Weights packed for the CPU where that answers as before, else none."""
-        weights = PackedWeights(self.model)
-        if weights.bytes:
-            try:
-                self._verify(checks[0])
-            except Exception as error:
-                log.warning("weights stay as they came, which is slower: %s", reason(error))
-                weights.restore()
-        weights.release()
-        return weights
 
     @torch.inference_mode()
     def _verify(self, probe: Probe) -> PagedCache:

@@ -7,10 +7,15 @@ replaced. Sums are rounded in another order than before, which is why whoever pa
 then either takes it back (`restore`) or gives the plain weights' memory back (`release`).
 """
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from headway.workers.generate.probe import reason
+
+log = logging.getLogger("headway.worker")
 
 PACK_MIN = 1 << 16  # weights in a layer: below, calling the other kernel costs what it saves
 ROWS_HINT = 16  # the layout is the same for all numbers of rows that matter; any number gives right results
@@ -53,6 +58,19 @@ class PackedWeights:
     def release(self) -> None:
         """Let go of the plain weights: there is no way back."""
         self._plain = []
+
+
+def packed_if_right(model: Any, check: Callable[[], object]) -> PackedWeights:
+    """The weights of `model`, packed for the CPU if it then passes `check` (which raises if not), else as they came."""
+    weights = PackedWeights(model)
+    if weights.bytes:
+        try:
+            check()
+        except Exception as error:  # kernels may raise anything too
+            log.warning("weights stay as they came, which is slower: %s", reason(error))
+            weights.restore()
+    weights.release()
+    return weights
 
 
 def _packable(module: Any) -> bool:
