@@ -192,9 +192,11 @@ def test_warm_up_and_cool_down_are_cut_off() -> None:
 def test_what_the_server_says_of_itself() -> None:
     batches = {number: {"size": 2 + number % 2, "running": 6, "at_s": 0.1, "waited_ms": 1.0} for number in range(4)}
     counters = {"batches": 8, "launched.greedy": 6, "launched.full": 2, "compute_us": 30_000}
+    counters |= {"held.no_free_worker": 3, "refusal.queue_full": 1}
     report = report_of(FACTS, [one(index, 1) for index in range(10)], Watched(batches, [], counters))
     found = written(report)
     assert found["launched_because"] == {"greedy": 6, "full": 2}
+    assert (found["held_because"], found["refused_because"]) == ({"no_free_worker": 3}, {"queue_full": 1})
     assert (found["batch_sizes"], found["batches"]) == ({"2": 2, "3": 2}, 8)
     assert (found["device_ms_per_request"], found["running_mean"]) == (3.0, 6.0)
     assert any("4 of 8 batches were seen" in warning for warning in report.warnings)

@@ -87,6 +87,8 @@ def _server(report: Report) -> dict[str, Any]:
         "running_mean": running(report),
         "batch_sizes": {str(size): count for size, count in sorted(sizes(report).items())},
         "launched_because": reasons(report),
+        "held_because": reasons(report, "held"),
+        "refused_because": reasons(report, "refusal"),
         "server_counters": watched.counters,
     }
 
@@ -106,9 +108,9 @@ def running(report: Report) -> float | None:
     return round(sum(found) / len(found), 6) if found else None
 
 
-def reasons(report: Report) -> dict[str, int]:
-    """Why batches were launched, most often first."""
-    prefix = "launched."
+def reasons(report: Report, what: str = "launched") -> dict[str, int]:
+    """Why batches were `launched`, lanes were `held` back or requests had their `refusal`, most often first."""
+    prefix = f"{what}."
     counters = report.watched.counters if report.watched is not None else {}
     named = {name.removeprefix(prefix): count for name, count in counters.items() if name.startswith(prefix)}
     return dict(sorted(named.items(), key=lambda item: (-item[1], item[0])))

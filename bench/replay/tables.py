@@ -24,7 +24,9 @@ def shown(report: Report) -> RenderableType:
         parts.append(sizes(found))
     for title, values in (
         ("launched because", output.reasons(report)),
+        ("held back because", output.reasons(report, "held")),
         ("refused", report.refused),
+        ("refused because", output.reasons(report, "refusal")),
         ("failed", report.failed),
     ):
         if values:
