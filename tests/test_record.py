@@ -171,7 +171,7 @@ def flight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("flight") / "f.msgpack"
     with live(STREAM, flight_record=str(path)) as server:
         server.client().ask(type="generate", id="1", prompt="abc")
-    with live(echo("call", fixed_ms=1), flight_record=str(path)) as server:
+    with live(echo("call", fixed_ms=1), flight_record=str(path), policy=PolicySpec(window="greedy")) as server:
         client = server.client()
         for number in range(60):
             client.ask(type="call", id=str(number), payload=number)
@@ -187,11 +187,13 @@ def test_a_record_decided_again_is_the_same(flight: Path) -> None:
 
 
 def test_another_policy_parts_at_its_first_other_deed(flight: Path) -> None:
-    assert rerun.rerun(flight, {"window": "greedy"}).parting is None, "it does the same, for other reasons"
-    reason = rerun.rerun(flight, {"window": "greedy"}, reasons=True).parting
+    same = {"window": "fixed", "fixed_wait_ms": 0}
+    assert rerun.rerun(flight, same).parting is None, "it does the same, for other reasons"
+    reason = rerun.rerun(flight, same, reasons=True).parting
     assert reason is not None
+    assert isinstance(reason.first[0], act.Dispatch)
     assert isinstance(reason.second[0], act.Dispatch)
-    assert reason.second[0].reason == "greedy"
+    assert reason.first[0].reason == "greedy" != reason.second[0].reason
     found = rerun.rerun(flight, {"window": "fixed", "fixed_wait_ms": 500})
     assert found.parting is not None
     assert type(found.parting.first[0]) is act.Dispatch

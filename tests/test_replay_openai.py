@@ -163,7 +163,7 @@ def test_deadlines_and_cancels_leave_the_connection() -> None:
         finally:
             left.append(1)
 
-    shots = [Shot(0, 0, 5, 5, "generate", deadline_ms=100), Shot(1, 0, 5, 5, "generate", cancel_ms=100)]
+    shots = [Shot(0, 0, 5, 5, "generate", deadline_ms=700), Shot(1, 0, 5, 5, "generate", cancel_ms=700)]
     seen = Server(silent).play(shots)
     assert [one.code for one in seen] == ["deadline_exceeded", "cancelled"]
     assert all(one.first_ns for one in seen)
