@@ -2,6 +2,7 @@
 docs/engines.md lists. A family is its class in Transformers and how its configuration differs from a plain small one.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -238,6 +239,13 @@ def build(family: Family) -> Any:
         if parameter.ndim > 1:
             parameter.data.mul_(8)  # for varied answers
     return made
+
+
+def generate(made: Any, ids: Sequence[int], count: int) -> list[int]:
+    """What `generate` of Transformers answers, greedily and alone."""
+    prompt = torch.tensor([ids])
+    out = made.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=count, do_sample=False)
+    return out[0, len(ids) :].tolist()
 
 
 def row(name: str, facts: dict[str, str]) -> str:

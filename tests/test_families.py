@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
@@ -34,14 +34,8 @@ WANTED = wanted_of(families.VOCAB)
 @functools.cache
 def generated(name: str) -> list[list[int]]:
     """What `generate` of Transformers answers to each of WANTED, alone."""
-    model, answers = families.model(name), []
-    for ids, params in WANTED:
-        prompt = torch.tensor([ids])
-        options = {"max_new_tokens": params.max_new_tokens, "do_sample": False}
-        answers.append(
-            model.generate(prompt, attention_mask=torch.ones_like(prompt), **options)[0, len(ids) :].tolist()
-        )
-    return answers
+    model = families.model(name)
+    return [families.generate(model, ids, params.max_new_tokens) for ids, params in WANTED]
 
 
 def engine(name: str, **spec: Any) -> GenerateEngine:
@@ -52,7 +46,7 @@ def engine(name: str, **spec: Any) -> GenerateEngine:
     )
 
 
-def arriving(subject: GenerateEngine, wanted: list[tiny.Wanted], seed: int) -> tiny.Answers:
+def arriving(subject: Any, wanted: list[tiny.Wanted], seed: int) -> tiny.Answers:
     """Drive `subject`; requests arrive in an order and at times drawn from `seed`."""
     rng, answers = random.Random(seed), tiny.Answers()
     order = rng.sample(range(len(wanted)), len(wanted))
@@ -116,3 +110,22 @@ def test_the_table_lists_every_family(rewrite: bool) -> None:
     lines = text.split("<!-- families -->\n\n")[1].split("\n\n")[0].splitlines()
     assert lines[:2] == HEADER
     assert [line.split(" | ")[0] for line in lines[2:]] == [f"| {name}" for name in names]
+
+
+def test_the_text_model_inside_a_vision_model_is_served() -> None:
+    """What `AutoModelForCausalLM` makes of the larger Gemma 3: pictures are not sent, texts are answered."""
+    text = families.config_of(families.FAMILIES["Gemma 3"])
+    seen = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    ids = {"image_token_index": 255, "boi_token_index": 254, "eoi_token_index": 253}
+    config = transformers.Gemma3Config(
+        text_config=text.to_dict(), vision_config=seen | {"image_size": 16, "patch_size": 8}, **ids
+    )
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    assert type(model).__name__ == "Gemma3ForConditionalGeneration"
+    wanted = [([token % 250 for token in ids], params) for ids, params in WANTED]
+    expected = [families.generate(model, ids, params.max_new_tokens) for ids, params in wanted]
+    subject = engine_for(ModelSpec(kv_mib=4), tiny.loaded(model, context_tokens=128, vocab_size=families.VOCAB))
+    assert subject.card.facts["generation"] == "packed"
+    answers = arriving(subject, wanted, 1)
+    assert [answers.tokens[rid] for rid in range(len(wanted))] == expected

@@ -228,6 +228,15 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
         weights.read_config(str(tmp_path / "nothing"))
 
 
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [(transformers.MambaConfig, "linear_attention"), (transformers.RwkvConfig, "it keeps a recurrent state")],
+)
+def test_a_state_that_is_no_pages_is_not_guessed(config: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"cannot be planned: .*{words}.*; headway measures its state when it starts"):
+        make_plan(config(), Wish(80 * GIB))
+
+
 def test_the_roof_is_known_for_one_request_and_for_many() -> None:
     """8B in 16 bits on 2 TB/s: 8 ms a token alone; computing bounds from about 150 requests on."""
     roof = Roof(Device("x", 80 * GIB, 2e12, 300e12), 1, 16e9, 0, 0, 0, 8_000_000_000, 0)

@@ -10,6 +10,7 @@ whether it can be loaded honestly.
 import copy
 import dataclasses
 import logging
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ CLASSES = {
 }
 TEXT_LAYERS = {"full_attention", "sliding_attention", "sparse", "dense"}  # what pages and a packed row can express
 SAFE_FILES = ("model.safetensors", "model.safetensors.index.json")
+KEPT_LAYERS = TEXT_LAYERS | {"chunked_attention", "indexed_attention"}  # what keeps keys and values, and nothing else
 POSITIONS_MAX = 1 << 24  # tokenizers write "no limit" as a number larger than any context
 
 
@@ -169,10 +171,10 @@ def _config(spec: ModelSpec, source: str) -> Any:
         raise LoadError(f"cannot read the model {source}: {error}") from error
 
 
-def unpackable(config: Any) -> str:
-    """What in a model's config pages and a packed row cannot express, or nothing: then its answers decide."""
+def unpackable(config: Any, layers: Collection[str] = TEXT_LAYERS) -> str:
+    """What in a model's config pages and a packed row, of `layers`, cannot express, or nothing: then answers decide."""
     text = config.get_text_config(decoder=True)
-    if strange := sorted(set(getattr(text, "layer_types", None) or ()) - TEXT_LAYERS):
+    if strange := sorted(set(getattr(text, "layer_types", None) or ()) - set(layers)):
         return f"it has layers of the kinds {', '.join(strange)}"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     if kind is not None and getattr(kind, "_is_stateful", False):

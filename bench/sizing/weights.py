@@ -103,13 +103,18 @@ def kind_of(config: Any) -> str:
 
 
 def count(config: Any, kind: str) -> Counted:
-    """The parameters of a config's model, run as `kind`. Raises ConfigError if its class cannot be built."""
+    """The parameters of a config's model, run as `kind`. Raises ConfigError if its class cannot be built, or if what it
+    keeps of a text is known only by running it."""
     import copy
 
     import torch
 
-    from headway.workers.load import empty_model
+    from headway.workers.load import KEPT_LAYERS, empty_model, unpackable
 
+    if kind == "generate" and (why := unpackable(config, KEPT_LAYERS)):
+        raise ConfigError(
+            f"a {config.model_type!r} cannot be planned: {why}; headway measures its state when it starts"
+        )
     plain = copy.deepcopy(config)
     if getattr(plain, "quantization_config", None) is not None:
         del plain.quantization_config
