@@ -267,7 +267,9 @@ class Service:
         most = worker.room
         if type(lane.decision) is Launch and lane.decision.most:  # the window's own size
             return min(most, lane.decision.most)
-        if worker.iteration or most == 1 or not self.cost.known:
+        if worker.iteration:
+            return self._even(lane, worker)
+        if most == 1 or not self.cost.known:
             return most
         waiting, total_ns = len(lane.waiting), lane.intervals.total_ns
         view = BatchView(
@@ -280,6 +282,12 @@ class Service:
             cost=self.learned.central,
         )
         return max(1, min(most, policies.size(view)))
+
+    def _even(self, lane: Lane, worker: Worker) -> int:
+        """How many a running engine takes, so that all with room end up with equally many."""
+        free = self.fleet.free
+        share = -(-(len(lane.waiting) + sum([one.running for one in free])) // len(free))
+        return max(1, min(worker.room, share - worker.running))
 
     @property
     def padding_worth(self) -> float:

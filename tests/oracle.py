@@ -6,6 +6,7 @@ do not fail: what failures do is the referee's to hold (bench/storm/referee.py).
 """
 
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Any
 
 from headway.policies.fair import Shares
@@ -334,7 +335,11 @@ class Oracle:
             return 1
         if decision.most:
             return min(decision.most, hand.room)
-        if hand.ready.iteration or hand.room == 1 or not cost.known:
+        if hand.ready.iteration:  # so that all with room have equally many
+            free = [one for one in shop.hands if one.room > 0]
+            whole = len(shop.line(lane)) + sum(len(one.seats) for one in free)
+            return max(1, min(hand.room, ceil(whole / len(free)) - len(hand.seats)))
+        if hand.room == 1 or not cost.known:
             return hand.room
         line, seen = shop.line(lane), shop.intervals[lane]
         rate = len(seen) / seen.total_ns if seen.total_ns else 0.0

@@ -233,3 +233,14 @@ def test_a_report_of_what_is_in_the_cache_bounds_what_is_sent() -> None:
     world.core.step(ev.StepDone(number, MS, 10, 1, (), kv_used=990, kv_total=1_000), world.now_ns)
     world.submit(tokens=20, max_new=1)
     assert len(world.dispatched) == 1, "the engine says that its cache is nearly full"
+
+
+def test_a_burst_is_spread_evenly_over_running_engines() -> None:
+    world = World(0)
+    for _ in range(3):
+        world.join(iteration=True, max_batch=16, max_num_seqs=16)
+    world.submit(max_new=1_000)
+    requests = [ev.Submit(rid, 1, "m", "k", 10, max_new=1_000) for rid in range(100, 111)]
+    world.asked.update({request.rid: request for request in requests})
+    world.step(ev.Together(list(requests)))
+    assert sorted(len(machine.running) for machine in world.machines.values()) == [4, 4, 4]

@@ -25,8 +25,16 @@ def test_beside_answers_a_step_takes_the_stretch_of_what_decoding_takes() -> Non
     alone = pace.decode_ns(10)
     assert alone == 90 * MS
     tokens = pace.room(10, 256)
-    assert tokens == 64  # 135 ms at 2 ms a token, in multiples of LEAST
+    assert tokens == 40  # 90 ms at 2 ms a token, in multiples of LEAST
     assert alone + tokens * 2 * MS <= STRETCH * alone
+
+
+def test_when_more_read_than_answer_reading_weighs_more() -> None:
+    pace = Pace(PRIOR)
+    few, even, many, crowd = (pace.room(2, 4096, reading) for reading in (1, 2, 6, 1000))
+    assert few == even == 32  # 66 ms at 2 ms a token
+    assert many == 160  # three times the stretch: 330 ms
+    assert crowd == 488  # eight times at most: 990 ms
 
 
 def test_a_fast_device_is_bound_by_the_budget_alone() -> None:
@@ -72,7 +80,7 @@ def test_the_engine_reads_a_prompt_in_the_room_it_is_given_and_answers_the_same(
             super().__init__((1.0, 1.0, 0.0))
             self.seen: list[tuple[int, int]] = []
 
-        def room(self, rows: int, budget: int) -> int:
+        def room(self, rows: int, budget: int, reading: int = 1) -> int:  # noqa: ARG002
             return 3 if rows else budget
 
         def observe(self, rows: int, tokens: int, spent_ns: int) -> None:

@@ -2,11 +2,13 @@
 
 A step that only decodes takes a time that is learned from such steps; what a token of a prompt adds is learned from the
 others. Beside decode rows prompts get so many tokens that the step takes about STRETCH times as long as without them,
-at least LEAST, so that reading always goes on; with no answer running they get the whole budget. Nobody reads a clock
-here: times are arguments.
+at least LEAST, so that reading always goes on; with no answer running they get the whole budget. Where more requests
+wait for their first token than for their next one, they weigh that much more: after a burst it is they who wait. Nobody
+reads a clock here: times are arguments.
 """
 
-STRETCH = 2.5  # a step with prompts over one without: above, streams stutter; below, first tokens wait for long
+STRETCH = 2.0  # a step with prompts over one without: above, streams stutter; below, first tokens wait for long
+CROWD_MAX = 8.0  # and at most so many times that, while more requests read than answer
 LEAST = 8  # tokens of prompts in every step, whatever they cost; room is given in multiples of it
 SURPRISE = 2.0  # one step moves what is believed by this factor at most: it may have been held up by anything
 RISE, FALL = 0.5, 0.2  # how fast belief follows; fast up, because each later piece of a prompt costs more
@@ -28,12 +30,13 @@ class Pace:
         """What a step of `rows` decode rows takes alone."""
         return self._scale * (self._fixed_ns + self._row_ns * rows)
 
-    def room(self, rows: int, budget: int) -> int:
-        """Tokens of prompts beside `rows` decode rows, of a step's `budget`; at least one."""
+    def room(self, rows: int, budget: int, reading: int = 1) -> int:
+        """Tokens of prompts of `reading` requests beside `rows` decode rows, of a step's `budget`; at least one."""
         left = max(1, budget - rows)
         if not rows:
             return left
-        fit = int((STRETCH - 1) * self.decode_ns(rows) / self._token_ns)
+        crowd = min(CROWD_MAX, max(1.0, reading / rows))
+        fit = int((STRETCH * crowd - 1) * self.decode_ns(rows) / self._token_ns)
         return min(left, max(LEAST, fit // LEAST * LEAST))
 
     def observe(self, rows: int, tokens: int, spent_ns: int) -> None:

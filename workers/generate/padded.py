@@ -211,7 +211,7 @@ class PaddedEngine:
         if self._steps % OLDEST_SHARE:
             reading.sort(key=lambda request: request.pending)
         left = max(1, self._spec.step_tokens - len(decoding))
-        budget = max(min(PIECE, left), self._pace.room(len(decoding), self._spec.step_tokens))
+        budget = max(min(PIECE, left), self._pace.room(len(decoding), self._spec.step_tokens, len(reading)))
         portions: list[Portion] = []
         for request in reading:
             count = request.pending if self._way.whole else min(request.pending, budget)

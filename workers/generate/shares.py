@@ -25,7 +25,9 @@ def shares_of(running: Sequence[Request], pace: Pace, budget: int, limit: int, s
     reading = [request for request in running if request.pending > 1]
     if not reading:
         return decoding
-    budget = max(1, min(pace.room(len(decoding), budget), limit - len(decoding)))  # a prompt always goes on
+    budget = max(
+        1, min(pace.room(len(decoding), budget, len(reading)), limit - len(decoding))
+    )  # a prompt always goes on
     shares = {id(request): 0 for request in reading}
     for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
         taken = min(most, budget, request.pending - shares[id(request)])
