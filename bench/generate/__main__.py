@@ -108,7 +108,7 @@ def main(
         report.draw(plot, found)
         console.print(f"written: {plot}")
     except ConfigError as error:
-        console.print(f"no plot: {error}")
+        console.print(f"no plot: {error}", markup=False)
     raise typer.Exit(0 if all(aim.met for aim in report.targets(found)) else 1)
 
 
