@@ -289,7 +289,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             draw(args.plot, found)
             console.print(f"written: {args.plot}")
     except ConfigError as error:
-        console.print(f"no plot: {error}")
+        console.print(f"no plot: {error}", markup=False)
     return 0 if all(aim.met for aim in aims) else 1
 
 
