@@ -2,9 +2,9 @@
 
 Service is tokens, read and made, divided by the tenant's weight. Looked at from the moment at which both wait in the
 short lane, and no more once requests of the service had to run again: what was charged for a run that came to nothing
-is given back as later turns, so that the tenants are even only after those. The bound is two of the largest turns; as
-many more as long inputs can run at once, which go by due time; and twice what all seats may still make, which is only
-guessed when a request starts.
+is given back as later turns, so that the tenants are even only after those. The bound is two of the largest batches (a
+newcomer starts where the last batch began); as many more as long inputs can run at once, which go by due time; and
+twice what all seats may still make, which is only guessed when a request starts.
 """
 
 from collections.abc import Mapping
@@ -12,8 +12,8 @@ from itertools import combinations
 
 
 class Shares:
-    """One service. `got`: service of each tenant so far; `largest`: tokens of a turn, all it may make included: a
-    request, or a batch where those alike are taken along. Weights are 1 or more here, so a turn is worth no more."""
+    """One service. `got`: service of each tenant so far; `largest`: tokens of a batch, all it may make included.
+    Weights are 1 or more here, so that no batch is worth more."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         self.got: dict[str, float] = {}
@@ -32,7 +32,7 @@ class Shares:
         self.got[tenant] = self.got.get(tenant, 0.0) + tokens / self._weights.get(tenant, 1.0)
 
     def turn(self, tokens: int) -> None:
-        """Somebody has a turn that brings at most so many tokens."""
+        """A batch goes, of at most so many tokens."""
         self.largest = max(self.largest, tokens)
 
     def again(self) -> None:

@@ -178,8 +178,7 @@ class Referee:
         shares.long = max(shares.long, bound if action.lane == "long" else 0)
         for asked in taken:
             shares.serve(asked.event.tenant, asked.tokens)
-        sizes = [asked.kv_max for asked in taken]
-        shares.turn(sum(sizes) if taken[0].length_class else max(sizes))
+        shares.turn(sum(asked.kv_max for asked in taken))
         books.run(member, action.batch, rids, long=action.lane == "long", now_ns=now_ns)
         if self.policy.bypass_tokens != "auto":
             self._order(taken, [asked for asked in waiting if not asked.batch])
