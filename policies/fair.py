@@ -4,7 +4,8 @@ Each tenant has a virtual counter of the tokens it was served (input as dispatch
 weight. The tenant with the lowest counter goes next; within a tenant the order policy decides. A tenant that comes back
 after having had nothing waiting is lifted to the counter of whoever is being served, so that idleness earns no credit.
 The counters of two tenants that both wait all the time therefore never differ by more than two batches of the largest
-requests, one of them because a newcomer starts where the last batch began; a request's output is only guessed when it is dispatched, and the guess is set right when it ends.
+requests, one of them because a newcomer starts where the last batch began; a request's output is only guessed when it
+is dispatched, and the guess is set right when it ends.
 
 With one tenant nothing of this is felt, and nothing is paid.
 
