@@ -84,6 +84,21 @@ async def closed_loop(ask: Ask, work: Sequence[Work], concurrency: int) -> list[
     return [answers[at] for at in range(len(work))]
 
 
+async def until_ready(address: str, process: "subprocess.Popen[bytes]", workers: int) -> None:
+    """Wait until `headway serve` in this process has so many workers. Raises CannotStartError."""
+    async with Client(address) as client:
+        limit_ns = clock.now_ns() + int(START_S_MAX * clock.NS_PER_S)
+        while clock.now_ns() < limit_ns and process.poll() is None:
+            try:
+                if sum(model.workers for model in (await client.info()).models) >= workers:
+                    return
+            except HeadwayError as error:
+                if error.code != "unreachable":
+                    raise
+            await anyio.sleep(0.2)
+    raise CannotStartError("headway serve did not come up; its log is above")
+
+
 class Headway:
     """`headway serve` with `workers` worker processes of `threads` threads each."""
 
@@ -113,20 +128,7 @@ class Headway:
         environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
         command = [sys.executable, "-m", "headway", "serve", "--config", str(path)]
         self.process = subprocess.Popen(command, env=environment)
-        anyio.run(self._until_ready, workers)
-
-    async def _until_ready(self, workers: int) -> None:
-        async with Client(self.address) as client:
-            limit_ns = clock.now_ns() + int(START_S_MAX * clock.NS_PER_S)
-            while clock.now_ns() < limit_ns and self.process.poll() is None:
-                try:
-                    if sum(model.workers for model in (await client.info()).models) >= workers:
-                        return
-                except HeadwayError as error:
-                    if error.code != "unreachable":
-                        raise
-                await anyio.sleep(0.2)
-        raise CannotStartError("headway serve did not come up; its log is above")
+        anyio.run(until_ready, self.address, self.process, workers)
 
     def run(self, work: Sequence[Work], concurrency: int) -> list[Answer]:
         return anyio.run(self._run, work, concurrency)

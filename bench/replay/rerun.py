@@ -8,6 +8,7 @@ wake by itself at the same times; the reasons that are given count only if asked
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -62,24 +63,22 @@ def read(path: Path) -> Iterator[Header | Step]:
     """All whole values of a record. Raises ConfigError."""
     header, step = msgspec.msgpack.Decoder(Header).decode, msgspec.msgpack.Decoder(Step).decode
     try:
-        data = path.read_bytes()
-        file = path.open("rb")
+        data = path.read_bytes()  # once: a server may be adding to it
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror or error}") from None
     begin = 0
     view = memoryview(data)
-    with file:
-        for end in ends(file, str(path)):
-            try:
-                value = step(view[begin:end]) if data[begin] == STEP else header(view[begin:end])
-            except msgspec.MsgspecError as error:
-                raise ConfigError(f"{path}, byte {begin}: not of a flight record: {error}") from None
-            if isinstance(value, Header) and value.v != VERSION:
-                raise ConfigError(f"{path}, byte {begin}: version {value.v}; this headway reads {VERSION}")
-            if not begin and not isinstance(value, Header):
-                raise ConfigError(f"{path}: not a flight record; key flight_record of a server writes one")
-            yield value
-            begin = end
+    for end in ends(BytesIO(data), str(path)):
+        try:
+            value = step(view[begin:end]) if data[begin] == STEP else header(view[begin:end])
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{path}, byte {begin}: not of a flight record: {error}") from None
+        if isinstance(value, Header) and value.v != VERSION:
+            raise ConfigError(f"{path}, byte {begin}: version {value.v}; this headway reads {VERSION}")
+        if not begin and not isinstance(value, Header):
+            raise ConfigError(f"{path}: not a flight record; key flight_record of a server writes one")
+        yield value
+        begin = end
 
 
 STEP = 0x93  # a list of three

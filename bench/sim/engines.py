@@ -15,16 +15,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headway.bench.sim.arrivals import Arrivals
+from headway.bench.sim.steps import Shape, StepCost
 from headway.bench.sim.synthetic import ClosedLoop
 from headway.scheduler.config import ConfigError
 
 NS_PER_MS = 1_000_000
 STRAGGLER_TIMES = 3.0  # how much longer a straggler takes
+RUN = 32  # measured ratios are taken so many in a row: a slow second is more than one slow step
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Times in milliseconds. `noise`: sigma of a lognormal factor with mean 1; `stragglers`: share of them."""
+    """Times in milliseconds. `noise`: sigma of a lognormal factor with mean 1; `stragglers`: share of them. `steps`:
+    what a step costs, where it was measured; a, b and m are then a line near it."""
 
     name: str
     a_ms: float
@@ -37,6 +40,7 @@ class Engine:
     step_tokens: int = 256
     noise: float = 0.0
     stragglers: float = 0.0
+    steps: StepCost | None = None
 
     def computed(self, tokens: Sequence[int]) -> int:
         """Tokens that a batch computes, padding included."""
@@ -49,8 +53,11 @@ class Engine:
         prompts_ms = self.a_ms + self.b_ms * self.computed(tokens) + self.m_ms * count
         return round((prompts_ms + steps * (self.step_ms + self.row_ms * count)) * NS_PER_MS)
 
-    def step_ns(self, tokens: int, rows: int) -> int:
+    def step_ns(self, shape: Shape) -> int:
         """One step of an iteration-level engine."""
+        if self.steps is not None:
+            return round(self.steps.step_ms(shape) * NS_PER_MS)
+        rows, tokens = shape.rows + shape.chunks, shape.rows + shape.read
         return round((self.a_ms + self.b_ms * tokens + self.m_ms * rows) * NS_PER_MS)
 
     def alone_ns(self, tokens: int, max_new: int) -> int:
@@ -70,13 +77,25 @@ class Noise:
         self._sigma = engine.noise
         self._stragglers = engine.stragglers
         self._rng = random.Random(f"engine {seed}")
+        self._ratios = engine.steps.ratios if engine.steps is not None else ()
+        self._at = self._left = 0
 
     def __call__(self, took_ns: int) -> int:
+        if self._ratios:
+            took_ns = int(took_ns * self._measured())
         if self._sigma:
             took_ns = int(took_ns * math.exp(self._rng.gauss(-(self._sigma**2) / 2, self._sigma)))
         if self._stragglers and self._rng.random() < self._stragglers:
             took_ns = int(took_ns * STRAGGLER_TIMES)
         return max(1, took_ns)
+
+    def _measured(self) -> float:
+        """The next of a run of measured ratios, then a run from elsewhere."""
+        if not self._left:
+            self._at, self._left = self._rng.randrange(len(self._ratios)), RUN
+        self._left -= 1
+        self._at = (self._at + 1) % len(self._ratios)
+        return self._ratios[self._at]
 
 
 PRESETS: dict[str, Engine] = {

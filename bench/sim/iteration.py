@@ -1,17 +1,23 @@
 """An iteration-level worker in virtual time: requests join and leave between steps, prompts are read in chunks.
 
-A step gives every decoding row one token and what is left of `step_tokens` to prompts: the one with least left to read
-first, while the oldest keeps a quarter (as `workers/generate` does it). A step costs what joins and leaves in it, not
-what runs: rows that will end at the same step lie in one bucket, so a run of a million tokens is a matter of seconds.
+A step gives every decoding row one token, and to prompts what the pace (`workers/pace.py`, the very one that workers
+use) leaves of `step_tokens`: the one with least left to read first, while the oldest keeps a quarter (as
+`workers/generate/shares.py` does it; a test holds both to the same). A worker begins its next step without waiting for
+what the core makes of the last one: who is sent because somebody left joins a step later. A step costs what joins and
+leaves in it, not what runs: rows that will end at the same step lie in one bucket, so a run of a million tokens is a
+matter of seconds.
 
 The core is told of a row twice, at its first token and at its end; between these it decides nothing by it.
 """
 
 from array import array
+from collections.abc import Mapping
 
-from headway.bench.sim.engines import Engine, Noise
+from headway.bench.sim.engines import NS_PER_MS, Engine, Noise
+from headway.bench.sim.steps import Shape
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
+from headway.workers.pace import Pace
 
 OLDEST_SHARE = 4
 
@@ -32,7 +38,14 @@ class IterationMachine:
         self._tokens = tokens
         self._max_new = max_new
         self._first_ns = first_ns
+        self._pace = Pace((engine.a_ms * NS_PER_MS, engine.b_ms * NS_PER_MS, engine.m_ms * NS_PER_MS))
+        steps = engine.steps
+        self._gap_ns, self._wake_ns = (
+            (round(steps.gap_ms * NS_PER_MS), round(steps.wake_ms * NS_PER_MS)) if steps is not None else (0, 0)
+        )
         self._reading: dict[Key, int] = {}  # what is left to read, oldest first
+        self._late: dict[Key, int] = {}  # these have missed the step that begins
+        self._between = False  # a step has ended, and the next has not begun
         self._decoding: dict[Key, int] = {}  # the step at whose end the row ends
         self._ending: dict[int, list[Key]] = {}
         self._dropped: list[Key] = []
@@ -41,15 +54,18 @@ class IterationMachine:
         self._step = 0
         self._took_ns = 0
         self._last_ns = 0
-        self._in_step = (0, 0)
+        self._shape = Shape(0)
+        self._slots = 0  # of all decoding rows
 
     def __repr__(self) -> str:
         return f"<IterationMachine {self.number}: {len(self._reading)} reading, {len(self._decoding)} decoding>"
 
     def take(self, action: act.Dispatch) -> None:
-        """These join at the next step."""
+        """These join at the next step; the one after it, if a worker would have begun it already."""
+        busy = self._between and bool(self._reading or self._decoding)
+        joining = self._late if busy else self._reading
         for rid in action.rids:
-            self._reading[(action.batch, rid)] = max(1, self._tokens[rid])
+            joining[(action.batch, rid)] = max(1, self._tokens[rid])
 
     def drop(self, action: act.Drop) -> None:
         """These leave at the next step."""
@@ -57,42 +73,40 @@ class IterationMachine:
 
     def begin(self, now_ns: int) -> int | None:
         """Start a step if there is work and none runs; returns when it ends."""
+        goes_on, self._between = self._between, False
         if self._stepping or not (self._reading or self._decoding):
             return None
-        decoding = len(self._decoding)
-        self._shares = self._plan(max(1, self._engine.step_tokens - decoding))
-        read = sum([share for _, share in self._shares])
-        rows = decoding + len(self._shares)
-        self._in_step = (read + decoding, rows)
+        decoding, reading = len(self._decoding), len(self._reading)
+        room = self._pace.room(decoding, self._engine.step_tokens, reading) if reading else 0
+        self._shares = shared_out(self._reading, room)
+        self._shape = self._shaped()
+        self._reading |= self._late
+        self._late.clear()
         self._stepping = True
-        self._took_ns = self._noise(self._engine.step_ns(read + decoding, rows))
-        return now_ns + self._took_ns
+        self._took_ns = self._noise(self._engine.step_ns(self._shape))
+        return now_ns + (self._gap_ns if goes_on else self._wake_ns) + self._took_ns
 
-    def _plan(self, budget: int) -> list[tuple[Key, int]]:
-        reading = self._reading
-        if not reading:
-            return []
-        oldest = next(iter(reading))
-        kept = min(reading[oldest], max(1, budget // OLDEST_SHARE))
-        shares = {oldest: kept}
-        budget -= kept
-        for key in sorted(reading, key=reading.__getitem__):
-            if budget <= 0:
-                break
-            more = min(budget, reading[key] - shares.get(key, 0))
-            if more:
-                shares[key] = shares.get(key, 0) + more
-                budget -= more
-        return list(shares.items())
+    def _shaped(self) -> Shape:
+        rows, read, slots, pairs = len(self._decoding), 0, self._slots, 0
+        for key, share in self._shares:
+            left = self._reading[key]
+            end = max(1, self._tokens[key[1]]) - left + share
+            read += share
+            slots += end
+            pairs += share * (2 * end - share) // 2
+        return Shape(rows, read, len(self._shares), slots, pairs)
 
     def end(self, now_ns: int) -> ev.Event:
         """The step ends: what the worker reports."""
-        self._stepping = False
+        self._stepping, self._between = False, True
         self._step += 1
         self.busy_ns += self._took_ns
+        shape = self._shape
+        self._pace.observe(shape.rows, shape.read, self._took_ns)
         if self._decoding:
             self.gaps.append((now_ns - self._last_ns, len(self._decoding)))
         self._last_ns = now_ns
+        self._slots += len(self._decoding)
         rows = self._ended()
         for key, share in self._shares:
             left = self._reading[key] - share
@@ -107,15 +121,50 @@ class IterationMachine:
             if more > 0:
                 self._decoding[key] = self._step + more
                 self._ending.setdefault(self._step + more, []).append(key)
+                self._slots += self._length(key)
         rows += self._leave()
-        tokens, running = self._in_step
-        return ev.StepDone(self.number, self._took_ns, tokens, running, tuple(rows))
+        return ev.StepDone(self.number, self._took_ns, shape.rows + shape.read, shape.rows + shape.chunks, tuple(rows))
+
+    def _length(self, key: Key) -> int:
+        """What a decoding row reads of the cache in its next step: its text so far."""
+        rid = key[1]
+        return self._tokens[rid] + self._max_new[rid] - (self._decoding[key] - self._step)
 
     def _ended(self) -> list[ev.RowDone]:
-        due = [key for key in self._ending.pop(self._step, ()) if self._decoding.pop(key, 0)]
-        return [ev.RowDone(batch, rid, self._max_new[rid] - 1, "length") for batch, rid in due]
+        rows = []
+        for key in self._ending.pop(self._step, ()):
+            if key in self._decoding:
+                self._slots -= self._length(key)
+                del self._decoding[key]
+                rows.append(ev.RowDone(*key, self._max_new[key[1]] - 1, "length"))
+        return rows
 
     def _leave(self) -> list[ev.RowDone]:
-        gone = [key for key in self._dropped if self._reading.pop(key, 0) or self._decoding.pop(key, 0)]
+        gone = []
+        for key in self._dropped:
+            if key in self._decoding:
+                self._slots -= self._length(key)
+                del self._decoding[key]
+                gone.append(key)
+            elif self._reading.pop(key, 0) or self._late.pop(key, 0):
+                gone.append(key)
         self._dropped.clear()
         return [ev.RowDone(*key, 0, "dropped") for key in gone]
+
+
+def shared_out(reading: Mapping[Key, int], room: int) -> list[tuple[Key, int]]:
+    """Who reads how many of its `reading` tokens that are left, oldest first, in a step with `room` for so many."""
+    if not reading or not room:
+        return []
+    oldest = next(iter(reading))
+    kept = min(reading[oldest], max(1, room // OLDEST_SHARE))
+    shares = {oldest: kept}
+    room -= kept
+    for key in sorted(reading, key=reading.__getitem__):
+        if room <= 0:
+            break
+        more = min(room, reading[key] - shares.get(key, 0))
+        if more:
+            shares[key] = shares.get(key, 0) + more
+            room -= more
+    return list(shares.items())

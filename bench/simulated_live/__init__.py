@@ -1,0 +1,1 @@
+"""How right the simulator is: `python -m headway.bench.simulated_live`."""
