@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import anyio
 import numpy as np
@@ -60,8 +61,8 @@ def started(folder: Path, model: str, threads: int, workers: int) -> Iterator[Se
     """`headway serve` with its defaults and a flight record. Raises CannotStartError."""
     address, flight, config = free_address(), folder / "flight.msgpack", folder / "serve.yaml"
     keys = {"name": "m", "engine": "generate", "model": model, "threads": threads, "workers": workers}
-    values = {"bind": address, "log_level": "warning", "flight_record": str(flight), "models": [keys]}
-    values["lost_after_ms"] = LOST_MS
+    values: dict[str, Any] = {"bind": address, "flight_record": str(flight), "lost_after_ms": LOST_MS, "models": [keys]}
+    values["log_level"] = "warning"
     config.write_text(yaml.safe_dump(values))
     process = subprocess.Popen([sys.executable, "-m", "headway", "serve", "--config", str(config)])
     try:
