@@ -13,8 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import engine_for, plan  # noqa: E402
+from headway.workers.generate import plan  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
+from headway.workers.generate.make import engine_for  # noqa: E402
 from tests import families  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.pace import LEAST, STRETCH, Pace  # noqa: E402
+from headway.workers.generate.pace import LEAST, STRETCH, Pace  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
 PRIOR = (60.0 * MS, 2.0 * MS, 1.0 * MS)  # 60 ms, 2 ms a token, 1 ms a row more

@@ -13,9 +13,9 @@ transformers = pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import make_engine  # noqa: E402
 from headway.workers.generate import runner as runner_module  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
+from headway.workers.generate.make import make_engine  # noqa: E402
 from headway.workers.load import LoadError, load_model  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 

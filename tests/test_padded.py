@@ -11,8 +11,9 @@ transformers = pytest.importorskip("transformers")
 from headway.scheduler.link import Item, pack_ids  # noqa: E402
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import engine_for, make_engine, padded, rows  # noqa: E402
+from headway.workers.generate import padded, rows  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
+from headway.workers.generate.make import engine_for, make_engine  # noqa: E402
 from headway.workers.generate.padded import Budget, PaddedEngine  # noqa: E402
 from headway.workers.load import LoadError  # noqa: E402
 from tests import families  # noqa: E402

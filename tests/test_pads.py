@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import engine_for  # noqa: E402
+from headway.workers.generate.make import engine_for  # noqa: E402
 from tests import families  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 from tests.test_families import WANTED  # noqa: E402

@@ -2,6 +2,8 @@
 
 import json
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,13 +103,18 @@ def test_who_is_sent_when_somebody_left_misses_the_step_that_begins() -> None:
     assert [at / MS for at in outcome.done_ns] == [10, 40, 30]
 
 
+def test_simulating_needs_no_torch() -> None:
+    said = "import sys, headway.bench.sim.iteration; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", said], capture_output=True, text=True).stdout == "False\n"
+
+
 def test_prompts_are_read_as_workers_read_them() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
+    from headway.workers.generate.pace import Pace
     from headway.workers.generate.request import Request
     from headway.workers.generate.sampling import Choice
     from headway.workers.generate.shares import shares_of
-    from headway.workers.pace import Pace
 
     rng = random.Random("shares")
     for _ in range(300):

@@ -13,9 +13,9 @@ from headway.scheduler.link import Done, Failed, Item, Row, Step, pack_ids
 from headway.scheduler.spec import ModelSpec
 from headway.scheduler.wire import Params
 from headway.workers.generate.engine import GenerateEngine
+from headway.workers.generate.pace import Pace
 from headway.workers.generate.pages import Pages
 from headway.workers.load import Loaded
-from headway.workers.pace import Pace
 
 VOCAB = 512
 BASE: dict[str, Any] = {

@@ -48,7 +48,7 @@ EXIT_CANNOT_LOAD = 2  # as asked it cannot be made; the text says what to change
 EXIT_TOLD_TWICE = 5  # a second signal: at once, whatever runs
 
 _MODULES = {
-    "generate": "headway.workers.generate",
+    "generate": "headway.workers.generate.make",
     "embed": "headway.workers.embed",
     "classify": "headway.workers.classify",
     "score": "headway.workers.classify",

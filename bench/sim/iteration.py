@@ -1,7 +1,7 @@
 """An iteration-level worker in virtual time: requests join and leave between steps, prompts are read in chunks.
 
-A step gives every decoding row one token, and to prompts what the pace (`workers/pace.py`, the very one that workers
-use) leaves of `step_tokens`: the one with least left to read first, while the oldest keeps a quarter (as
+A step gives every decoding row one token, and to prompts what the pace (`workers/generate/pace.py`, the very one that
+workers use) leaves of `step_tokens`: the one with least left to read first, while the oldest keeps a quarter (as
 `workers/generate/shares.py` does it; a test holds both to the same). A worker begins its next step without waiting for
 what the core makes of the last one: who is sent because somebody left joins a step later. A step costs what joins and
 leaves in it, not what runs: rows that will end at the same step lie in one bucket, so a run of a million tokens is a
@@ -17,7 +17,7 @@ from headway.bench.sim.engines import NS_PER_MS, Engine, Noise
 from headway.bench.sim.steps import Shape
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
-from headway.workers.pace import Pace
+from headway.workers.generate.pace import Pace
 
 OLDEST_SHARE = 4
 

@@ -22,6 +22,7 @@ from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
 from headway.workers.generate.canary import Canary
 from headway.workers.generate.intake import Intake
+from headway.workers.generate.pace import Pace
 from headway.workers.generate.page_use import PageUse
 from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
@@ -34,7 +35,6 @@ from headway.workers.generate.sampling import Pick, choose
 from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
-from headway.workers.pace import Pace
 
 log = logging.getLogger("headway.worker")
 

@@ -23,6 +23,7 @@ from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.device import free_bytes
 from headway.workers.engine import Report
 from headway.workers.generate.intake import Intake
+from headway.workers.generate.pace import Pace
 from headway.workers.generate.request import Request
 from headway.workers.generate.routing import Share, placement_of, routed, watch
 from headway.workers.generate.rows import Afresh, Together, Way
@@ -31,7 +32,6 @@ from headway.workers.generate.shares import OLDEST_SHARE, Portion
 from headway.workers.generate.trial import cost_of, way_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
-from headway.workers.pace import Pace
 from headway.workers.packaged import LoadError
 
 log = logging.getLogger("headway.worker")

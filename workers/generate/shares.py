@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from headway.workers.generate.pace import Pace
 from headway.workers.generate.request import Request
-from headway.workers.pace import Pace
 
 OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a step's token budget
 
