@@ -44,6 +44,60 @@ def test_logits_are_those_of_the_plain_model_at_any_number_of_rows(tied: bool) -
         assert packed.bytes == 0
 
 
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_of_the_same_rows_are_one_product_and_each_may_still_be_called_alone(biased: bool) -> None:
+    made = wide(attention_bias=biased, num_attention_heads=4, num_key_value_heads=2, head_dim=128)
+    generator = torch.Generator().manual_seed(4)
+    for layer in made.model.layers:
+        for name in ("q_proj", "k_proj", "v_proj"):
+            bias = getattr(layer.self_attn, name).bias
+            if bias is not None:
+                bias.data.normal_(generator=generator)
+    ids = torch.arange(1, 20)[None]
+    with torch.inference_mode():
+        plain = made(ids, use_cache=False).logits
+        packed = PackedWeights(made)
+        made(ids[:, :3], use_cache=False)
+        assert packed.join() == len(made.model.layers) * 5  # queries, keys, values; gate, up
+        mlp = made.model.layers[0].mlp
+        for _ in range(2):
+            assert float((made(ids, use_cache=False).logits - plain).abs().max()) <= 1e-4 * float(plain.abs().max())
+        rows = torch.randn(1, 5, made.config.hidden_size, generator=generator)
+        both = [mlp.gate_proj(rows), mlp.up_proj(rows)]
+        assert torch.equal(mlp.up_proj(rows), both[1])  # without the other, twice, of other rows
+        assert torch.equal(mlp.up_proj(rows), both[1])
+        assert torch.allclose(mlp.up_proj(rows[:, :2]), both[1][:, :2], atol=1e-5)
+        assert torch.equal(mlp.gate_proj(rows), both[0])
+        packed.restore()
+        assert torch.equal(made(ids, use_cache=False).logits, plain)
+
+
+def test_layers_that_do_not_always_see_the_same_rows_stay_apart() -> None:
+    layers, rows = [object() for _ in range(5)], [object() for _ in range(4)]
+    calls = [(0, 0), (1, 0), (2, 1), (3, 1), (4, 2), (0, 3), (1, 3), (3, 2)]
+    together = weights._together([(layers[layer], rows[at]) for layer, at in calls])
+    assert together == [[layers[0], layers[1]]]
+    assert weights._together([(layers[0], rows[0]), (layers[0], rows[0])]) == []
+
+
+def test_code_that_writes_into_a_result_in_place_is_found_out_and_each_layer_stays_alone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    made = wide()
+    mlp = made.model.layers[1].mlp
+
+    def careless(hidden: Any) -> Any:
+        gate = mlp.act_fn(mlp.gate_proj(hidden))
+        hidden.mul_(0.5)  # between two layers that are given the same tensor
+        return mlp.down_proj(gate * mlp.up_proj(hidden))
+
+    mlp.forward = careless
+    with caplog.at_level("INFO", "headway.worker"):
+        subject = make_engine(made)
+    assert "each layer is computed by itself" in caplog.text
+    assert "packed by oneDNN" in subject.card.facts["linear_layers"]
+
+
 def test_the_memory_of_plain_weights_is_given_back_but_not_that_of_a_tied_embedding() -> None:
     made = wide(tie_word_embeddings=True)
     PackedWeights(made).release()

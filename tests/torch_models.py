@@ -146,7 +146,7 @@ class FullBudget(Pace):
     def __init__(self) -> None:
         super().__init__((1.0, 1.0, 0.0))
 
-    def room(self, rows: int, budget: int, reading: int = 1) -> int:  # noqa: ARG002
+    def room(self, rows: int, budget: int, reading: int = 1, read: int = 0) -> int:  # noqa: ARG002
         return max(1, budget - rows)
 
 

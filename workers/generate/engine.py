@@ -32,7 +32,7 @@ from headway.workers.generate.room import room_of
 from headway.workers.generate.routing import Share, placement_of, routed, watch
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choose
-from headway.workers.generate.shares import Portion, shares_of
+from headway.workers.generate.shares import Portion, shares_of, work_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 
@@ -122,6 +122,7 @@ class GenerateEngine:
         self._start()
         shares = shares_of(self._running, self._pace, self._spec.step_tokens, self._ceiling.limit, self._steps)
         tokens = sum(count for _, count in shares)
+        decoding, prompts, looked_back = work_of(shares)
         failures: list[Failed] = []
         if shares:
             fault: tuple[str, str] | None = None
@@ -138,8 +139,7 @@ class GenerateEngine:
                 tokens = 0
         spent = clock.now_ns() - started
         if tokens:
-            rows_run = sum(1 for _, count in shares if count == 1)
-            self._pace.observe(rows_run, tokens - rows_run, spent)
+            self._pace.observe(decoding, prompts, spent, looked_back)
         step = Step(
             compute_ns=spent if tokens else 0,
             tokens=tokens,

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from headway.workers.generate.pace import Pace
+from headway.workers.generate.pace import FETCH, Pace
 from headway.workers.generate.request import Request
 
 OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a step's token budget
@@ -25,15 +25,21 @@ def shares_of(running: Sequence[Request], pace: Pace, budget: int, limit: int, s
     reading = [request for request in running if request.pending > 1]
     if not reading:
         return decoding
-    budget = max(
-        1, min(pace.room(len(decoding), budget, len(reading)), limit - len(decoding))
-    )  # a prompt always goes on
+    room = pace.room(len(decoding), budget, len(reading), max(request.written for request in reading))
+    budget = max(1, min(room, limit - len(decoding)))  # a prompt always goes on
     shares = {id(request): 0 for request in reading}
     for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
         taken = min(most, budget, request.pending - shares[id(request)])
         shares[id(request)] += taken
         budget -= taken
     return decoding + [(request, shares[id(request)]) for request in reading if shares[id(request)]]
+
+
+def work_of(shares: Sequence[Portion]) -> tuple[int, int, int]:
+    """Of shares that have not run, what Pace.observe wants: decode rows, tokens of prompts, and how far they look."""
+    prompts = [(request.written, count) for request, count in shares if count > 1]
+    looked_back = sum((count + FETCH) * start + count * (count - 1) // 2 for start, count in prompts)
+    return len(shares) - len(prompts), sum(count for _, count in prompts), looked_back
 
 
 def _few(running: Sequence[Request], limit: int, step: int) -> list[Portion]:
