@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policies.experts import composer
 from headway.policies.experts.arrays import imbalance
 from headway.policies.experts.composer import (
     PASSES,
@@ -85,6 +86,42 @@ def test_random_queues_are_composed_better_than_as_they_came() -> None:
         taken = balanced(Waiting(loads, []), 4)
         better += imbalance(loads[taken].sum(0)) < imbalance(loads[:4].sum(0))
     assert better >= 26
+
+
+def test_looking_again_at_who_was_chosen_mends_the_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No batch is left hotter than the greedy choice left it, and on average they are clearly cooler."""
+    queues = [rng(seed).gamma(0.7, size=(32, 3, 6)).astype(np.float32) for seed in range(40)]
+
+    def hottest() -> np.ndarray:
+        return np.array([imbalance(loads[balanced(Waiting(loads, [5]), 8)].sum(0)) for loads in queues])
+
+    monkeypatch.setattr(composer, "OWN_MIX", 0.0)  # nothing but this batch counts
+    again = hottest()
+    monkeypatch.setattr(composer, "ROUNDS", 0)
+    once = hottest()
+    assert (again - 1).mean() < 0.93 * (once - 1).mean()
+    monkeypatch.undo()
+    for loads in queues:
+        waiting = Waiting(loads, [5])
+        excess = composer._excess(loads)
+        second = excess[:, :, balanced(waiting, 8)].sum(2).max(0).sum()
+        with monkeypatch.context() as patched:
+            patched.setattr(composer, "ROUNDS", 0)
+            first = excess[:, :, balanced(waiting, 8)].sum(2).max(0).sum()
+        assert second <= first * (1 + 1e-5)
+
+
+def test_looking_again_stays_within_the_bound_on_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = rng(1).gamma(0.7, size=(32, 3, 6)).astype(np.float32)
+    whole = loads.size * 8
+    looked: list[int] = []
+    coolest = composer._coolest
+    monkeypatch.setattr(composer, "_coolest", lambda *found: looked.append(1) or coolest(*found))
+    for budget, rounds in ((whole, 0), (2 * whole, 1), (9 * whole, composer.ROUNDS)):
+        monkeypatch.setattr(composer, "WORK_MAX", budget)
+        looked.clear()
+        balanced(Waiting(loads, []), 8)
+        assert len(looked) == 7 * (1 + rounds)
 
 
 sizes = st.tuples(

@@ -2,7 +2,8 @@
 
 Of a whole batch the oldest is always one; and whoever was overtaken too often goes before all others, so that waiting
 is bounded whatever the loads say. Beside them the composer adds, one by one, the request that raises the sum over
-layers of the hottest device least. It only chooses among who waits already: it never waits for a better mixture.
+layers of the hottest device least, and then looks at each of those again: does another fit better now that all others
+are known? It only chooses among who waits already: it never waits for a better mixture.
 
 A device that holds all experts has nothing to balance; where its steps are bound by reading weights, requests that use
 the same experts are grouped instead.
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from headway.policies.experts.arrays import Floats, Loads
 
@@ -19,6 +21,7 @@ WINDOW, GROUPING_WINDOW = 4, 8  # batches' worth of the oldest that are looked a
 JOINING_WINDOW = 2  # the same where they join one by one: more brings nothing there
 OWN_MIX = 0.5  # how much of the window's own imbalance each batch should carry, so that the rest is no worse
 PASSES = 3  # windows' worth of younger requests: who was overtaken by so many is overdue
+ROUNDS = 2  # of looking again at who was chosen; a third changes one in a hundred
 WORK_MAX = 3_000_000  # window x batch x layers x groups: beyond it layers are merged (about 5 ms)
 
 
@@ -62,13 +65,24 @@ def balanced(waiting: Waiting, take: int, running: Loads | None = None) -> list[
         now = now + _deviation(own)[:, :, 0]
     free = np.ones(count, bool)
     free[chosen] = False
+    forced = len(chosen)
     while len(chosen) < take:
-        hottest = (excess + now[:, :, None]).max(0).sum(0)
-        best = int(np.where(free, hottest, np.inf).argmin())
-        chosen.append(best)
-        free[best] = False
-        now += excess[:, :, best]
+        chosen.append(_coolest(excess, now, free))
+    rounds = min(ROUNDS, WORK_MAX // (take * excess.size) - 1)
+    for at in [*range(forced, take)] * rounds:
+        free[chosen[at]] = True
+        now -= excess[:, :, chosen[at]]
+        chosen[at] = _coolest(excess, now, free)
     return chosen
+
+
+def _coolest(excess: Floats, now: Floats, free: npt.NDArray[np.bool_]) -> int:
+    """Who of the `free` raises the hottest groups of `now` least: it is added to them, and free no more."""
+    hottest = (excess + now[:, :, None]).max(0).sum(0)
+    best = int(np.where(free, hottest, np.inf).argmin())
+    free[best] = False
+    now += excess[:, :, best]
+    return best
 
 
 def grouped(waiting: Waiting, take: int, running: Loads | None = None) -> list[int]:
