@@ -89,6 +89,11 @@ def test_a_poisoning_tenant_costs_others_little() -> None:
 
 
 @needs_recordings
+def test_devices_that_changed_places_in_silence_are_learned_anew() -> None:
+    assert guards.exchanged(recording(), 8) > 0.7
+
+
+@needs_recordings
 def test_another_revision_keeps_what_was_learned() -> None:
     _, forgot = guards.swapped(recording(), 8, renewed=False)
     before, after = guards.swapped(recording(), 8, renewed=True)
@@ -99,7 +104,7 @@ def test_another_revision_keeps_what_was_learned() -> None:
 @needs_recordings
 def test_overload_brings_more_in_time_and_shields_others_from_a_hot_tenant() -> None:
     """Two thirds of all requests are of one tenant, twice as many as could be served first come, first served."""
-    scenario, _ = study.scenarios(3000)["2x, one tenant 67%"]
+    scenario, _ = study.scenarios(3000)["2x, one tenant 67%, runs of 16"]
     found = overload.simulate(recording(), scenario, (overload.FIFO, overload.COMPOSED, overload.OURS), 0)
     fifo, blind, ours = (found[one.name] for one in (overload.FIFO, overload.COMPOSED, overload.OURS))
     hot = overload.HOT
@@ -116,9 +121,16 @@ def test_overload_of_what_is_known_by_rule() -> None:
     fifo, ours = found[overload.FIFO.name], found[overload.OURS.name]
     assert ours.tokens > 1.08 * fifo.tokens
     assert (ours.late, ours.worst) <= (0.005, 1.05)
-    flat = overload.simulate(made(), overload.Scenario(1.3, requests=1200, unpredictable=True), two, 0)
-    assert flat[overload.OURS.name].composed == 0.0
-    assert flat[overload.OURS.name].tokens == flat[overload.FIFO.name].tokens
+    assert ours.off_after > 2000
+
+
+@pytest.mark.parametrize("control", ["unpredictable", "flat"])
+def test_it_is_off_where_it_brings_nothing(control: str) -> None:
+    scenario = overload.Scenario(1.3, requests=1200, **{control: True})
+    found = overload.simulate(made(), scenario, (overload.FIFO, overload.OURS), 0)
+    fifo, ours = found[overload.FIFO.name], found[overload.OURS.name]
+    assert (ours.composed, ours.off_after) == (0.0, 0)
+    assert ours.tokens == pytest.approx(fifo.tokens, rel=0.01)
 
 
 def test_one_late_bound_queue_over_four_workers() -> None:

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headway.policies.experts import predictor as predictor_module
 from headway.policies.experts.arrays import Loads, critical, imbalance
 from headway.policies.experts.placement import Placement, contiguous, from_slots, packed
 from headway.policies.experts.predictor import (
@@ -121,6 +122,44 @@ def test_a_change_that_nobody_announced_is_noticed() -> None:
         prompt, load = document(rng, int(rng.integers(TOPICS)))
         predictor.learn(prompt, np.roll(load, 2, axis=1), f"honest-{rng.integers(5)}")
     assert predictor.changes >= 1
+
+
+def exchanged(reports: int) -> Predictor:
+    """One who knew the model well, until devices changed places in silence."""
+    predictor, rng = taught(400), np.random.default_rng(8)
+    for _ in range(reports):
+        prompt, load = document(rng, int(rng.integers(TOPICS)))
+        predictor.learn(prompt, np.roll(load, 1, axis=1), f"honest-{rng.integers(5)}")
+    return predictor
+
+
+def missed(predictor: Predictor) -> float:
+    """Squared errors on held-out documents after the exchange."""
+    rng = np.random.default_rng(99)
+    held = [document(rng, at % TOPICS) for at in range(80)]
+    return sum(float(np.square(predictor.predict(prompt) - np.roll(load, 1, axis=1)).sum()) for prompt, load in held)
+
+
+def test_what_predicts_worse_than_the_mean_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was known of devices that changed places is no help: without it the new places are learned sooner."""
+    monkeypatch.setattr(predictor_module, "STRANGE_RATE", 0.0)  # surprise alone does not say it
+    found = exchanged(110)
+    assert found.changes == 1
+    monkeypatch.setattr(predictor_module, "WORSE_MAX", 1.0)
+    kept = exchanged(110)
+    assert kept.changes == 0
+    assert missed(found) < 0.5 * missed(kept)
+
+
+def test_nothing_is_forgotten_without_a_change() -> None:
+    """Not for a hostile tenant, not for one topic after another, and not where nothing was ever predicted."""
+    assert taught(600, hostile=0.1).changes == taught(600, hostile=0.1, rotating=True).changes == 0
+    rng, runs, random = np.random.default_rng(6), Predictor(LAYERS, DEVICES), Predictor(LAYERS, DEVICES)
+    for at in range(640):
+        prompt, load = document(rng, at // 16 % TOPICS)
+        runs.learn(prompt, load, "honest")
+        random.learn(prompt, rng.permuted(load, axis=1), "honest")
+    assert runs.changes == random.changes == 0
 
 
 def test_memory_is_bounded_whatever_arrives() -> None:

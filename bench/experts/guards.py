@@ -1,4 +1,4 @@
-"""What the predictor's guards are worth: a tenant that poisons, a tenant that rotates its name, a newcomer, a swap."""
+"""What the guards of the predictor are worth: against a poisoning tenant, one that rotates its name, a change."""
 
 from collections.abc import Sequence
 
@@ -77,3 +77,17 @@ def swapped(
     for one in routings.train[cut:]:
         predictor.learn(one.prompt, moved.project(one.counts))
     return before, held_out(predictor, test, moved, tenants)
+
+
+def exchanged(routings: Routings, devices: int, *, after: int = 200, held: int = 400) -> float:
+    """R2 after `after` reports since all devices changed places, which nobody announced."""
+    placement = routings.placement(devices)
+    predictor = Predictor(placement.share.shape[0], devices)
+    cut = len(routings.train) - after
+    for one in routings.train[:cut]:
+        predictor.learn(one.prompt, placement.project(one.counts))
+    moved = Placement(np.roll(placement.share, 1, axis=2), placement.revision)
+    for one in routings.train[cut:]:
+        predictor.learn(one.prompt, moved.project(one.counts))
+    test = routings.test[:held]
+    return held_out(predictor, test, moved, {id(one): "" for one in test})

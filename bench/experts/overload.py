@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from headway.bench.experts.routings import Routed, Routings, device_loads, stream
-from headway.policies.experts.arrays import Floats, Loads, critical
+from headway.policies.experts.arrays import Floats, Loads, critical, imbalance
 from headway.policies.experts.cost import Work
 from headway.policies.experts.policy import ExpertAware
 from headway.policies.experts.predictor import Predictor
@@ -23,6 +23,7 @@ from headway.policies.experts.values import Forecast, Learned, Observed
 BATCH_NS = 100_000_000  # what one unit of time is on the clock that the policy sees
 HOT, HOT_DOMAIN = "hot", 9
 FIXED = 0.05  # of a batch's time
+FLAT = 0.03
 
 
 class Policy(NamedTuple):
@@ -58,7 +59,8 @@ class Scenario:
     slo: float = 10.0  # batches
     requests: int = 6000
     adversary: float = 0.0  # share of requests, of a tenant of their own, that all go to the first device
-    unpredictable: bool = False  # the control: experts are renamed at random for each request
+    unpredictable: bool = False  # a control: experts are renamed at random for each request
+    flat: bool = False  # another: requests differ so little that batches are out of balance by FLAT, as they come
 
 
 @dataclass(slots=True)
@@ -87,6 +89,7 @@ class Outcome:
     imbalance: float
     r2: float
     composed: float  # share of batches
+    off_after: int  # requests that were answered before the last batch was composed; 0 if none was
     success: dict[str, float] = field(default_factory=dict)  # by tenant, within the SLO
     p99_batches: float = 0.0
 
@@ -127,6 +130,10 @@ def world(routings: Routings, scenario: Scenario, seed: int) -> World:
     rng = np.random.default_rng(seed + 7)
     if scenario.unpredictable:
         true = rng.permuted(true, axis=2)
+    if scenario.flat:
+        even = true.mean(2, keepdims=True)
+        batches = [imbalance(true[start : start + take].sum(0)) for start in range(0, count - take, take)]
+        true = even + (true - even) * np.float32(FLAT / (np.mean(batches) - 1.0))
     if scenario.adversary:
         hostile = np.flatnonzero(np.random.default_rng(seed + 9).random(count) < scenario.adversary)
         width = true.sum(2).mean() / tokens.mean()
@@ -164,7 +171,7 @@ class Server:
         self.shed = np.zeros(len(world.requests), bool)
         self.queued_tokens = 0.0
         self.token_time = world.per_token + 1.2 * world.per_slot * world.flat
-        self.batches = 0
+        self.batches = self.answered = self.off_after = 0
         self.sums = np.zeros(2)
 
     def run(self) -> Outcome:
@@ -236,6 +243,8 @@ class Server:
         for one in picked:
             self.leave(one)
         members = [one.rid for one in picked]
+        if reason == "composed":
+            self.off_after = self.answered
         self.experts.started(picked, take=take, batch=self.batches, worker=worker, reason=reason)
         load = world.true[members].sum(0)
         self.sums += load.max(-1).sum(), load.mean(-1).sum()
@@ -254,6 +263,7 @@ class Server:
     def finish(self, batch: int, members: list[int], spent: float, now: float) -> None:
         world = self.world
         self.token_time += 0.05 * (spent / float(world.tokens[members].sum()) - self.token_time)
+        self.answered += len(members)
         for rid in members:
             self.done[rid] = now
             self.predictor.learn(world.requests[rid].prompt, world.true[rid], world.tenants[rid])
@@ -282,6 +292,7 @@ class Server:
             imbalance=float(self.sums[0] / self.sums[1]),
             r2=self.predictor.r2,
             composed=self.experts.counters["batches.composed"] / max(1, self.batches),
+            off_after=self.off_after,
             success={tenant: float(good[tenants == tenant].mean()) for tenant in sorted(set(world.tenants))},
             p99_batches=float(np.percentile(finished, 99)) * world.capacity / world.scenario.take,
         )

@@ -7,7 +7,9 @@ know which token went where. Token weights so become evidence of the domain, whi
 token -> expert frequencies (docs/experts.md has the numbers).
 
 Two guards against a tenant whose load is not in its tokens: one whose surprises are larger than usual is odd, is
-predicted by its own mean instead, and teaches the shared rows little; and no report may teach more than is usual.
+predicted by its own mean instead, and teaches the shared rows little; and no report may teach more than is usual. Two
+against a model that changes in silence: where most reports surprise, all is learned anew on top of what is known; where
+the mean predicts better than what is known (devices have changed places), that is forgotten.
 
 Memory is bounded by MEMORY_BYTES_MAX, whatever arrives. Not safe for threads: the caller owns a lock or a thread.
 """
@@ -35,6 +37,8 @@ ODD_TEACHES = 0.2  # a newcomer of another language is odd at first: with nothin
 CLIP = 0.5  # most of a report's total that may go into the shared rows as surprise
 STRANGE = 2.0  # a report's surprise over the usual: no more of it is learned
 STRANGE_RATE = 0.02  # when more than half of about the last 50 reports are strange, the model has changed
+WORSE_RATE, WORSE_MAX = 0.02, 0.4  # when so many of about the last 50 are predicted worse than by the mean, start anew
+PROVEN = 0.5  # R2 that was reached before: what never predicted anything does not end being worth anything
 USUAL_RATE = 0.02
 SETTLED = 20  # reports before tenants are told apart and quality is measured
 QUALITY_RATE = 0.02
@@ -100,17 +104,21 @@ class Predictor:
             rows //= 2
         self.rows = rows
         self._tenants_max = max(16, min(TENANTS_MAX, MEMORY_BYTES_MAX // 4 // (self._width * 4)))
-        self._weights = np.zeros((rows, self._width), np.float32)
-        self._variance = np.full(rows, VARIANCE_START, np.float32)
-        self._mean = np.zeros(self._width, np.float32)  # what a token asks for whatever it is
-        self._demand = np.zeros(self._width, np.float32)  # what tokens asked for on average: the bar for the rest
         self._tenants: OrderedDict[str, Tenant] = OrderedDict()  # least recently heard first
         self.reports = 0
-        self.changes = 0  # times that surprise said the model had changed
-        self._since = 0  # reports since the last change
-        self._usual = 1.0  # |error| / load of a report, lately
-        self._strange = 0.0  # share of the last reports that were strange
+        self.changes = 0  # times that reports said the model had changed
+        self._begin()
+
+    def _begin(self) -> None:
+        """Nothing is known."""
+        self._weights = np.zeros((self.rows, self._width), np.float32)
+        self._mean = np.zeros(self._width, np.float32)  # what a token asks for whatever it is
+        self._demand = np.zeros(self._width, np.float32)  # what tokens asked for on average: the bar for the rest
         self._missed = self._spread = 0.0  # decayed squares: of errors, of deviations from the mean
+        self._worse = 0.0  # share of the last reports that the mean had predicted better
+        self._proven = False  # that predictions are worth something
+        self._variance = np.full(self.rows, VARIANCE_START, np.float32)
+        self.renew()
 
     def __repr__(self) -> str:
         return f"<Predictor {self.layers} x {self.groups}, {self.reports} reports, R2 {self.r2:.2f}>"
@@ -178,13 +186,16 @@ class Predictor:
         weights += gain[:, None] * error
         self._weights[rows] = weights
         self._variance[rows] = np.maximum(variance - gain * spread, VARIANCE_MIN) + VARIANCE_GROWTH
+        if self._proven and self._worse > WORSE_MAX:
+            self.changes += 1
+            self._begin()
 
     def renew(self) -> None:
         """The model has changed (another revision, an adapter): what was learned is kept, but is learned anew."""
         self._variance[:] = VARIANCE_START
-        self._strange = 0.0
-        self._usual = 1.0
-        self._since = 0
+        self._strange = 0.0  # share of the last reports that were strange
+        self._usual = 1.0  # |error| / load of a report, lately
+        self._since = 0  # reports since the last change
         for known in self._tenants.values():
             known.forget()
 
@@ -229,5 +240,8 @@ class Predictor:
         """How good was the prediction of this report, before it is learned from, against that of the mean?"""
         error, deviation = np.maximum(raw, 0.0) - load, np.float32(tokens) * self._demand - load
         kept = 1.0 - QUALITY_RATE
-        self._missed = kept * self._missed + float(error @ error)
-        self._spread = kept * self._spread + float(deviation @ deviation)
+        missed, spread = float(error @ error), float(deviation @ deviation)
+        self._missed = kept * self._missed + missed
+        self._spread = kept * self._spread + spread
+        self._worse += WORSE_RATE * ((missed > spread) - self._worse)
+        self._proven = self._proven or (self._since > 2 * SETTLED and self.r2 >= PROVEN)
