@@ -9,6 +9,7 @@ from headway.policies.order import due_time
 from headway.policies.place import least_loaded
 from headway.policies.size import by_cost, largest
 from headway.policies.views import BYPASS_AUTO, Policies
+from headway.scheduler import clock
 from headway.scheduler.spec import ModelSpec, PolicySpec
 from headway.scheduler.windows import window_of
 
@@ -17,7 +18,7 @@ def expert_aware(facts: ExpertFacts) -> Any:
     """The policy of a service whose model has experts. Needs numpy, which only this needs."""
     from headway.policies.experts.policy import ExpertAware
 
-    return ExpertAware.of(facts)
+    return ExpertAware.of(facts, stopwatch=clock.cpu_ns)
 
 
 def policies_of(spec: PolicySpec, models: Sequence[ModelSpec] = ()) -> Policies:

@@ -158,7 +158,7 @@ class Door:
             return None
         most = flight.params.max_new_tokens if flight.params else 0
         decode = min(most, self._runtime.core.services[key].answer_mean or most)
-        return desk.forecast(key, flight.rid, flight.ids, flight.message.tenant or "", float(decode))
+        return desk.forecast(key, flight.rid, flight.ids + flight.ids_pair, flight.message.tenant or "", float(decode))
 
     def defer(self, flight: Flight, waits_ms: int, now_ns: int) -> bool:
         """Hold a refused request, once, until it may be let in; whether its deadline leaves time for that."""

@@ -36,6 +36,7 @@ COMMANDS = [
     "call",
     "info",
     "status",
+    "metrics",
     "version",
     "demo",
     "simulate",

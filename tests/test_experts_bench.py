@@ -160,7 +160,7 @@ def test_the_study_runs_and_says_what_it_found(tmp_path: Path, capsys: pytest.Ca
             stored[f"{split}_{domain}_len"] = np.array([one.tokens for one in own], np.int32)
     np.savez(tmp_path / "small.npz", **stored)
     out = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.png")]
-    assert study.main(["--recorded", str(tmp_path), "--seeds", "1", "--requests", "150", *out]) == 0
+    assert study.main(["--recorded", str(tmp_path), "--seeds", "1", "--requests", "150", "--bursts", "16", *out]) == 0
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
     assert b'"name": "small"' in (tmp_path / "a.json").read_bytes()
     assert "held-out R2" in capsys.readouterr().out

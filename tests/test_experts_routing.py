@@ -14,8 +14,8 @@ from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from headway.workers.generate.make import engine_for  # noqa: E402
-from headway.workers.generate.routing import COUNT_MAX, Share, watch  # noqa: E402
 from headway.workers.packaged import LoadError  # noqa: E402
+from headway.workers.routing import COUNT_MAX, Share, watch  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
 pytestmark = pytest.mark.models

@@ -24,7 +24,7 @@ from headway.scheduler.link import Outcome
 from headway.scheduler.spec import ModelSpec
 from headway.workers.engine import Engine
 from headway.workers.load import Loaded, LoadError, load_model, model_file
-from headway.workers.padded import Padded, Rectangle, engine_of, input_limit
+from headway.workers.padded import Padded, Rectangle, engine_of, input_limit, routing_of
 
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "softmax": lambda logits: logits.softmax(-1),
@@ -66,7 +66,8 @@ def classify_engine(spec: ModelSpec, loaded: Loaded) -> Engine:
         return Outcome(rid, scores=dict(zip(names, row.tolist(), strict=True)))
 
     input_max = input_limit(loaded, spec.max_input_tokens)
-    padded = Padded(loaded, forward, answer, input_max, types=pairs and _pair_types(loaded))
+    types = pairs and _pair_types(loaded)
+    padded = Padded(loaded, forward, answer, input_max, types=types, routing=routing_of(spec, loaded))
     facts = {"activation": chosen} | ({} if pairs else {"labels": str(len(labels))})
     return engine_of(spec, spec.engine, loaded, padded, facts)
 

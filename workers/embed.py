@@ -9,7 +9,7 @@ from headway.scheduler.link import Outcome
 from headway.scheduler.spec import ModelSpec
 from headway.workers.engine import Engine
 from headway.workers.load import Loaded, load_model
-from headway.workers.padded import Padded, Rectangle, engine_of, input_limit
+from headway.workers.padded import Padded, Rectangle, engine_of, input_limit, routing_of
 from headway.workers.sentence import head_of, prompts_of, tokenizer_of, trained_tokens
 
 
@@ -27,7 +27,8 @@ def embed_engine(spec: ModelSpec, loaded: Loaded) -> Engine:
         hidden = loaded.model(**rectangle.inputs).last_hidden_state
         return head(hidden.float(), rectangle.mask, rectangle.lengths)
 
-    padded = Padded(loaded, forward, _answer, input_limit(loaded, spec.max_input_tokens, trained_tokens(source)))
+    input_max = input_limit(loaded, spec.max_input_tokens, trained_tokens(source))
+    padded = Padded(loaded, forward, _answer, input_max, routing=routing_of(spec, loaded))
     prompts = prompts_of(source)
     names = ", ".join(name or "(default)" for name in sorted(prompts))
     facts = {"pooling": head.words} | ({"prompts": names} if names else {})

@@ -8,10 +8,11 @@ error and never a shift.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from headway.scheduler.clock import now_ns
 from headway.scheduler.errors import CODES, HeadwayError
-from headway.scheduler.link import Card, Done, Failed, Item, Outcome
+from headway.scheduler.link import Card, Done, Failed, Item, Outcome, Routed
 from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
 
@@ -26,6 +27,15 @@ _MEMORY_WORDS = (
     "CUDA error: out of memory",
     "CUBLAS_STATUS_ALLOC_FAILED",
 )
+
+
+class Routing(NamedTuple):
+    """What the last run says of experts: see link.Step."""
+
+    reports: list[Routed]
+    critical: int = 0
+    active: int = 0
+
 
 RunItems = Callable[[Sequence[Item]], Sequence[Outcome | BaseException]]
 
@@ -71,7 +81,8 @@ class OneShot:
     `run(items)` returns one Outcome (or an exception, for that request only) for each item, in order. If it raises, the
     whole batch has failed and the scheduler finds the culprit; one that means that the device is lost goes through, and
     ends the worker; out of memory, it runs again here, in halves. `tokens(items)`, asked after `run(items)`, is what it
-    computed, padding included, for the cost model; by default the input tokens.
+    computed, padding included, for the cost model; by default the input tokens. `routing(batch)`, asked likewise: which
+    experts it took; only of a model that has some.
     """
 
     def __init__(
@@ -81,11 +92,13 @@ class OneShot:
         *,
         tokens: Callable[[Sequence[Item]], int] = input_tokens,
         close: Callable[[], None] | None = None,
+        routing: Callable[[int], Routing] | None = None,
     ) -> None:
         self._card = card
         self._run = run
         self._tokens = tokens
         self._close = close
+        self._routing = routing
         self._ceiling = Ceiling(max(1, card.max_batch))  # requests run together
         self._queue: dict[int, Sequence[Item]] = {}  # insertion order is running order
         self._dropped: dict[int, set[int]] = {}
@@ -132,11 +145,14 @@ class OneShot:
         began_ns, shortages = now_ns(), self._ceiling.shortages
         outcomes: list[Outcome] = []
         spent_ns = tokens = strikes = 0
+        told: list[Routing] = []
         try:
             while len(outcomes) < len(items):
                 part = items[len(outcomes) : len(outcomes) + self._ceiling.limit]
                 done, took_ns, computed, said = self._part(part)
                 spent_ns, tokens = spent_ns + took_ns, tokens + computed
+                if done and self._routing is not None:
+                    told.append(self._routing(batch))
                 strikes = strikes + 1 if said and len(part) == 1 else 0
                 if strikes == STRIKES:  # it does not fit even alone
                     done, strikes = [Outcome(part[0].rid, code="out_of_memory", message=said)], 0
@@ -145,7 +161,16 @@ class OneShot:
             if device_lost(error):
                 raise
             return Failed(batch, code_of(error), text_of(error), compute_ns=now_ns() - began_ns)
-        return Done(batch, spent_ns, tokens, outcomes + gone, shortages=self._ceiling.shortages - shortages)
+        return Done(
+            batch,
+            spent_ns,
+            tokens,
+            outcomes + gone,
+            routed=[report for one in told for report in one.reports],
+            critical=sum(one.critical for one in told),
+            active=sum(one.active for one in told),
+            shortages=self._ceiling.shortages - shortages,
+        )
 
     def _part(self, items: Sequence[Item]) -> tuple[list[Outcome], int, int, str]:
         """Outcomes of these items, time and tokens computed; or none, and why: memory did not suffice."""

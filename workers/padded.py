@@ -25,7 +25,8 @@ from headway.scheduler.wire import INPUT_IDS_MAX
 from headway.workers.cuts import Cutter
 from headway.workers.engine import Engine
 from headway.workers.load import Loaded
-from headway.workers.oneshot import OneShot, code_of, device_lost, text_of
+from headway.workers.oneshot import OneShot, Routing, code_of, device_lost, text_of
+from headway.workers.routing import Telemetry, placement_of, watch
 
 log = logging.getLogger("headway.worker")
 
@@ -40,6 +41,7 @@ class Text(NamedTuple):
 
     ids: list[int]
     second: int
+    rid: int = 0
 
 
 class Rectangle(NamedTuple):
@@ -56,7 +58,7 @@ class Padded:
     """Runs items through `forward`: a Rectangle in, one row for each text out, in order.
 
     `answer(rid, row)` makes the outcome of a row (float32, on the CPU, finite). `input_max`: longest input in tokens.
-    `types`: the second text of a pair has token type 1.
+    `types`: the second text of a pair has token type 1. `routing`: counts which experts each text's tokens took.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Padded:
         answer: Callable[[int, Any], Outcome],
         input_max: int,
         types: bool = False,
+        routing: Telemetry | None = None,
     ) -> None:
         self._forward = forward
         self._answer = answer
@@ -81,6 +84,9 @@ class Padded:
         self._fixed = {"use_cache": False} if "use_cache" in taken else {}
         self._computed = 0
         self.input_max = input_max
+        self._telling: list[tuple[Text, Any]] = []  # of the last run: texts, and the counts of their experts
+        self._critical = self._active = 0
+        self.routing = self._counts_right(routing)
         began_ns = clock.now_ns()
         self.prior_ns = self._timed()
         self._cutter = Cutter(self.prior_ns, padding=self._harmless(NEAR.get(loaded.dtype, NEAR_HALF)))
@@ -97,7 +103,8 @@ class Padded:
 
     def run(self, items: Sequence[Item]) -> list[Outcome | BaseException]:
         """One outcome for each item, in order. Raises what went wrong if not one text could be computed."""
-        self._computed = 0
+        self._computed = self._critical = self._active = 0
+        self._telling.clear()
         outcomes: list[Outcome | BaseException] = []
         good: list[tuple[int, Text]] = []
         for item in items:
@@ -116,6 +123,12 @@ class Padded:
             raise faults[0]
         return outcomes
 
+    def routed(self, batch: int) -> Routing:
+        """What the last run says of experts, as part of `batch`."""
+        assert self.routing is not None
+        reports = [self.routing.report(batch, text.rid, len(text.ids), counts) for text, counts in self._telling]
+        return Routing(reports, self._critical, self._active)
+
     def computed(self, items: Sequence[Item]) -> int:  # noqa: ARG002
         """Tokens that the last run computed, padding included."""
         return self._computed
@@ -128,12 +141,17 @@ class Padded:
         began_ns = clock.now_ns()
         try:
             rows = self._run(texts)
+            counts = self.routing.count_padded(self._mask(texts)) if self.routing is not None else None
         except Exception as error:
             if device_lost(error):
                 raise
             fault = error.with_traceback(None)  # it holds the tensors that did not fit
         else:
             self._computed += len(texts) * width
+            if self.routing is not None and counts is not None:
+                self._telling += zip(texts, counts, strict=True)
+                self._critical += self.routing.critical
+                self._active += self.routing.active
             self._cutter.observe(len(texts), width, clock.now_ns() - began_ns)
             return list(rows)
         if len(texts) == 1:
@@ -156,15 +174,19 @@ class Padded:
         pad = self._pad if self._pad is not None else _unlike_ends(texts)
         ids = torch.tensor([text.ids + [pad] * (width - len(text.ids)) for text in texts], device=device)
         lengths = torch.tensor([len(text.ids) for text in texts], device=device)
-        places = torch.arange(width, device=device)
-        mask = places < lengths[:, None]
+        mask = self._mask(texts)
         inputs = {"input_ids": ids, **self._fixed}
         if self._masked:
             inputs["attention_mask"] = mask.long()
         if self._typed:
             second = torch.tensor([text.second for text in texts], device=device)
-            inputs["token_type_ids"] = ((places >= second[:, None]) & mask).long()
+            inputs["token_type_ids"] = ((torch.arange(width, device=device) >= second[:, None]) & mask).long()
         return Rectangle(inputs, mask, lengths, pad)
+
+    def _mask(self, texts: Sequence[Text]) -> Any:
+        """[rows, width], True for tokens."""
+        lengths = torch.tensor([len(text.ids) for text in texts], device=self._device)
+        return torch.arange(int(lengths.max()), device=self._device) < lengths[:, None]
 
     def _outcome(self, rid: int, row: Any) -> Outcome | BaseException:
         if isinstance(row, Exception):
@@ -186,9 +208,25 @@ class Padded:
             return HeadwayError("invalid_request", text)
         if len(ids) > self.input_max:
             return HeadwayError("too_long", f"the input has {len(ids)} tokens; the limit is {self.input_max}")
-        return Text(ids, len(first))
+        return Text(ids, len(first), item.rid)
 
     # ------------------------------------------------------------ at start
+
+    def _counts_right(self, routing: Telemetry | None) -> Telemetry | None:
+        """The same, if each position of a rectangle goes through each router once; else counts would be no one's."""
+        if routing is None:
+            return None
+        texts = [self._made_up(tokens, random.Random(2)) for tokens in (3, 3)]
+        self._run(texts)
+        try:
+            if routing.count_padded(self._mask(texts)) is not None:
+                return routing
+            why = "not all of its routers are run"
+        except ValueError as error:
+            why = str(error)
+        log.warning("the load of this model's experts is not reported: %s", why)
+        routing.stop()
+        return None
 
     def _made_up(self, tokens: int, rng: random.Random) -> Text:
         """A text of `tokens` tokens, or as many as there may be, that ends as the model's texts do."""
@@ -238,6 +276,7 @@ class Padded:
 def engine_of(spec: ModelSpec, kind: str, loaded: Loaded, padded: Padded, facts: dict[str, str], **card: Any) -> Engine:
     """The engine that runs batches through `padded`. `card`: what else its card says."""
     said = {"tokenizer": loaded.tokenizer} | card
+    routing = padded.routing
     whole = Card(
         name=spec.name,
         kind=kind,
@@ -250,9 +289,15 @@ def engine_of(spec: ModelSpec, kind: str, loaded: Loaded, padded: Padded, facts:
         facts=loaded.facts | padded.facts | facts,
         padded=True,
         truncate=spec.truncate == "cut",
+        experts=routing.card if routing is not None else None,
         **said,
     )
-    return OneShot(whole, padded.run, tokens=padded.computed)
+    return OneShot(whole, padded.run, tokens=padded.computed, routing=padded.routed if routing is not None else None)
+
+
+def routing_of(spec: ModelSpec, loaded: Loaded) -> Telemetry | None:
+    """What counts the load of the model's experts; None of a model without. Raises LoadError."""
+    return watch(loaded.model, loaded.device, **placement_of(spec))
 
 
 def input_limit(loaded: Loaded, asked: int = 0, trained: int = 0) -> int:

@@ -108,7 +108,7 @@ def run_rank(task: dict[str, Any]) -> dict[str, Any]:
     import transformers
     from transformers.distributed import DistributedConfig
 
-    from headway.workers.generate.routing import watch
+    from headway.workers.routing import watch
 
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo")

@@ -15,8 +15,8 @@ import transformers
 
 from headway.bench.experts.routings import Routings, routed
 from headway.scheduler import clock
-from headway.workers.generate.routers import find_routers
-from headway.workers.generate.routing import Share, watch
+from headway.workers.routers import find_routers
+from headway.workers.routing import Share, watch
 
 log = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ predictor itself is not: it learns in another thread, and only says how good it 
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -43,7 +43,8 @@ class ExpertAware:
 
     `grouping`: groups are single experts, and all lie on one device. `joining`: requests join those who run one by one
     (iteration-level engines), instead of in whole batches. `slo_ns`: what an answer may take that has no deadline; 0:
-    as long as it likes, and it is never refused here.
+    as long as it likes, and it is never refused here. `stopwatch`: CPU time in nanoseconds, only to say what choosing
+    takes.
     """
 
     def __init__(
@@ -56,15 +57,18 @@ class ExpertAware:
         grouping: bool = False,
         joining: bool = False,
         slo_ns: int = 0,
+        stopwatch: Callable[[], int] = lambda: 0,
     ) -> None:
         self.layers, self.groups, self.slots, self.top_k = layers, groups, max(1, slots), top_k
         self.grouping, self.joining, self.slo_ns = grouping, joining, slo_ns
+        self._stopwatch = stopwatch
         self.worth = Worth()
         self.cost = StepCost()
         self.usage = Usage(groups)
         self.backlog = Backlog(layers, groups)
         self.drain = Drain()
         self.predicted = Mean()  # imbalance of composed batches, as it was predicted
+        self.composing_ns, self.retry_ms, self.pads = Mean(), Mean(), Mean()
         self.step = Work(0.0, 0.0)  # what a step does, lately
         self.counters: Counter[str] = Counter()
         self.shed: Counter[tuple[str, str]] = Counter()  # (tenant, reason)
@@ -74,7 +78,7 @@ class ExpertAware:
         self._nothing = np.zeros((layers, groups), np.float32)
 
     @classmethod
-    def of(cls, facts: ExpertFacts) -> Self:
+    def of(cls, facts: ExpertFacts, stopwatch: Callable[[], int] = lambda: 0) -> Self:
         """As the facts say."""
         return cls(
             facts.layers,
@@ -84,6 +88,7 @@ class ExpertAware:
             grouping=facts.grouping,
             joining=facts.joining,
             slo_ns=facts.slo_ns,
+            stopwatch=stopwatch,
         )
 
     def __repr__(self) -> str:
@@ -124,6 +129,7 @@ class ExpertAware:
         self.counters[f"door.{found.reason}"] += 1
         if found.admitted:
             return None
+        self.retry_ms.add(found.retry_after_ms)
         if len(self.shed) < SHED_MAX or (tenant, found.reason) in self.shed:
             self.shed[tenant, found.reason] += 1
         return found
@@ -162,20 +168,25 @@ class ExpertAware:
         self.counters[f"batches.{skipped or ('grouped' if self.grouping else 'composed')}"] += 1
         if skipped:
             return Choice(list(range(min(take, len(waiting)))), skipped)
+        began_ns = self._stopwatch()
+        taken = self._compose(waiting, take, worker, now_ns)
+        self.composing_ns.add(self._stopwatch() - began_ns)
+        for at in taken:
+            self.passes[min(waiting[at].passed // take, PASSES_SHOWN)] += 1
+        for one, younger in zip(waiting, overtaken(taken, len(waiting)), strict=True):
+            one.passed += younger
+        return Choice(taken, "grouped" if self.grouping else "composed")
+
+    def _compose(self, waiting: Sequence[Candidate], take: int, worker: int, now_ns: int) -> list[int]:
+        """Who goes together, by what is known of them and of who runs there."""
         after = overdue_after(len(waiting))
         overdue = [at for at, one in enumerate(waiting) if self._is_overdue(one, after, now_ns)]
         self.counters["forced"] += min(take, len(overdue))
         running = [demand for on, demand in self._running.values() if on == worker]
         if self.grouping:
             chances = np.stack([self._demand(one) for one in waiting])
-            taken = grouped(Waiting(chances, overdue, not self.joining), take, _used(running))
-        else:
-            taken = balanced(*self._balance(waiting, overdue, take, running))
-        for at in taken:
-            self.passes[min(waiting[at].passed // take, PASSES_SHOWN)] += 1
-        for one, younger in zip(waiting, overtaken(taken, len(waiting)), strict=True):
-            one.passed += younger
-        return Choice(taken, "grouped" if self.grouping else "composed")
+            return grouped(Waiting(chances, overdue, not self.joining), take, _used(running))
+        return balanced(*self._balance(waiting, overdue, take, running))
 
     def _grouping_is_vain(self) -> str:
         """On one device: why similar requests should not be grouped, or empty."""
@@ -249,6 +260,8 @@ class ExpertAware:
             self.worth.learned(told.r2, told.learned)
         if told.work is not None and told.spent_ns > 0:
             self.cost.observe(told.work, told.spent_ns)
+            if not self.joining and (own := sum(one.tokens for one in told.reports)):
+                self.pads.add(max(0.0, 1.0 - own / max(1.0, told.work.tokens)))
             self.step = Work(*(old + STEP_RATE * (new - old) for old, new in zip(self.step, told.work, strict=True)))
         for report in told.reports:
             if report.counts.shape != (self.layers, self.groups):
@@ -299,6 +312,7 @@ class ExpertAware:
             "grouping": self.grouping,
             "r2": round(self.worth.r2, 4),
             "reports": self.worth.reports,
+            "imbalance": {policy: spread.report() for policy, spread in self.worth.spread.items()},
             "imbalance_fifo": round(self.worth.fifo.value, 4),
             "imbalance_composed": round(self.worth.composed.value, 4),
             "imbalance_predicted": round(self.predicted.value, 4),
@@ -306,6 +320,9 @@ class ExpertAware:
             "device_backlog_s": [round(one, 4) for one in per_device],
             "hot_device_share": round(float(sums.max()) / total, 4) if total > 0 else 0.0,
             "step_error": round(self.cost.error, 4),
+            "pad_share": round(self.pads.shown, 4),
+            "compose_s": round(self.composing_ns.shown / 1e9, 7),
+            "retry_after_s": round(self.retry_ms.shown / 1e3, 3),
             "passed_over": {str(passes): count for passes, count in sorted(self.passes.items())},
             "tenant_dominant_share": {tenant: round(share, 4) for tenant, share in self.usage.report().items()},
             "shed": [{"tenant": tenant, "reason": reason, "count": count} for (tenant, reason), count in shed],

@@ -6,13 +6,16 @@ small (flat routers) or the loads cannot be predicted (an untrained model), comp
 batch.
 """
 
-from dataclasses import dataclass
+from bisect import bisect_left
+from dataclasses import dataclass, field
+from typing import Any
 
 EXPLORED = 13  # of 256: 5% of the eligible batches
 IMBALANCE_MIN, R2_MIN = 1.05, 0.3
 REPORTS_MIN = 50  # of a predictor, before it is believed
 BATCHES_MIN = 3  # first come, first served, before their imbalance is believed
 RATE = 0.05
+EDGES = (1.02, 1.05, 1.1, 1.15, 1.2, 1.3, 1.5, 1.75, 2.0, 3.0)  # of an imbalance, as it is shown
 
 
 @dataclass(slots=True)
@@ -22,9 +25,31 @@ class Mean:
     value: float = 1.0
     count: int = 0
 
+    @property
+    def shown(self) -> float:
+        """The mean; 0 while there is none."""
+        return self.value if self.count else 0.0
+
     def add(self, value: float) -> None:
         self.count += 1
         self.value += max(RATE, 1.0 / self.count) * (value - self.value)
+
+
+@dataclass(slots=True)
+class Spread:
+    """How often what was observed was at most each of EDGES, and above the one before."""
+
+    counts: list[int] = field(default_factory=lambda: [0] * (len(EDGES) + 1))
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.counts[bisect_left(EDGES, value)] += 1
+        self.total += value
+
+    def report(self) -> dict[str, Any]:
+        """By stable names."""
+        counts = dict(zip([*map(str, EDGES), "more"], self.counts, strict=True))
+        return {"counts": counts, "sum": round(self.total, 4)}
 
 
 class Worth:
@@ -32,6 +57,7 @@ class Worth:
 
     def __init__(self) -> None:
         self.fifo, self.composed = Mean(), Mean()
+        self.spread = {"fifo": Spread(), "composed": Spread()}
         self.r2 = 0.0
         self.reports = 0
 
@@ -64,6 +90,7 @@ class Worth:
     def observe(self, imbalance: float, *, composed: bool) -> None:
         """The true imbalance of a full batch."""
         (self.composed if composed else self.fifo).add(imbalance)
+        self.spread["composed" if composed else "fifo"].add(imbalance)
 
     def learned(self, r2: float, reports: int) -> None:
         """What the predictor says of itself."""

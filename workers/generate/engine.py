@@ -29,12 +29,12 @@ from headway.workers.generate.plan import Span
 from headway.workers.generate.prefix import SharedPages
 from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
-from headway.workers.generate.routing import Share, placement_of, routed, watch
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choose
 from headway.workers.generate.shares import Portion, shares_of, work_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
+from headway.workers.routing import Share, placement_of, routed, watch
 
 log = logging.getLogger("headway.worker")
 

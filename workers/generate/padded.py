@@ -25,7 +25,6 @@ from headway.workers.engine import Report
 from headway.workers.generate.intake import Intake
 from headway.workers.generate.pace import Pace
 from headway.workers.generate.request import Request
-from headway.workers.generate.routing import Share, placement_of, routed, watch
 from headway.workers.generate.rows import Afresh, Together, Way
 from headway.workers.generate.sampling import choose
 from headway.workers.generate.shares import OLDEST_SHARE, Portion
@@ -33,6 +32,7 @@ from headway.workers.generate.trial import cost_of, way_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 from headway.workers.packaged import LoadError
+from headway.workers.routing import Share, placement_of, routed, watch
 
 log = logging.getLogger("headway.worker")
 

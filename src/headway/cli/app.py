@@ -5,7 +5,7 @@ from typing import Annotated
 import typer
 
 from headway import __version__
-from headway.cli import ab, ask, plan, replay, rerun, servers, show, simulate, tune
+from headway.cli import ab, ask, metrics, plan, replay, rerun, servers, show, simulate, tune
 from headway.cli.exits import EXITS, Exits, exits, teach
 
 HELP = teach(
@@ -41,5 +41,5 @@ def main(
     del version
 
 
-for noun in (servers, ask, show, simulate, plan, replay, rerun, tune, ab):
+for noun in (servers, ask, show, metrics, simulate, plan, replay, rerun, tune, ab):
     noun.register(app)

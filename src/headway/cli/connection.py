@@ -58,10 +58,7 @@ class Who(TypedDict):
 
 def ask(connect: str, key: str | None, timeout_ms: int, work: Callable[["Client"], Coroutine[Any, Any, T]]) -> T:
     """The result of `work` with a client of the server."""
-    if not connect.startswith(("tcp://", "ipc://")):
-        raise ConfigError(f"the server's address is {connect!r}; it must be tcp://host:port or ipc://path")
-    if key is not None and len(key) != KEY_CHARS:
-        raise ConfigError(f"a CURVE key has {KEY_CHARS} characters (Z85); --server-key has {len(key)}")
+    check(connect, key)
     import anyio
 
     from headway.scheduler.client import Client
@@ -71,6 +68,14 @@ def ask(connect: str, key: str | None, timeout_ms: int, work: Callable[["Client"
             return await work(client)
 
     return anyio.run(main)
+
+
+def check(connect: str, key: str | None) -> None:
+    """Raises ConfigError for an address or a key that cannot be one."""
+    if not connect.startswith(("tcp://", "ipc://")):
+        raise ConfigError(f"the server's address is {connect!r}; it must be tcp://host:port or ipc://path")
+    if key is not None and len(key) != KEY_CHARS:
+        raise ConfigError(f"a CURVE key has {KEY_CHARS} characters (Z85); --server-key has {len(key)}")
 
 
 async def together(jobs: Sequence[Callable[[], Awaitable[T]]]) -> list[T]:

@@ -4,6 +4,7 @@ Uniform over families (Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3, GPT-OSS and other
 named so, that has a weight for each expert, and that returns one tensor of integers among others, the chosen experts.
 """
 
+import inspect
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -51,6 +52,12 @@ class Routers:
 
         return keep
 
+    def stop(self) -> None:
+        """Watch none of them any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._seen = [], []
+
     def take(self) -> Any:
         """The indices of the last forward, [sampled layers, tokens, top_k], or None if a layer was not run."""
         seen, self._seen = self._seen, [None] * len(self._seen)
@@ -62,6 +69,8 @@ class Routers:
 def find_routers(model: Any) -> Routers | None:
     """The routers of `model`, found by what they return on a forward of two tokens; None if nothing routes."""
     named = [module for module in model.modules() if type(module).__name__.endswith(ROUTER_NAMES)]
+    if not named:
+        return None
     found: dict[int, tuple[Any, Any]] = {}
 
     def keep(module: Any, inputs: Any, output: Any) -> None:
@@ -73,7 +82,8 @@ def find_routers(model: Any) -> Routers | None:
     hooks = [module.register_forward_hook(keep, prepend=True) for module in named]
     try:
         with torch.no_grad():  # weights that are sharded are put together in the forward: no inference tensors
-            model(torch.tensor([[0, 1]], device=next(model.parameters()).device), use_cache=False)
+            without = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+            model(torch.tensor([[0, 1]], device=next(model.parameters()).device), **without)
     finally:
         for hook in hooks:
             hook.remove()

@@ -19,8 +19,8 @@ from msgspec import Struct
 
 from headway.scheduler.link import COUNTS_MAX, Experts, Routed, pack_counts
 from headway.scheduler.spec import ModelSpec
-from headway.workers.generate.routers import Routers, find_routers
 from headway.workers.packaged import LoadError
+from headway.workers.routers import Routers, find_routers
 
 log = logging.getLogger("headway.worker")
 
@@ -124,9 +124,7 @@ class Telemetry:
         if len(owners) != indices.shape[1]:
             raise ValueError(f"{len(owners)} tokens were shared out, the routers saw {indices.shape[1]}")
         counts = self._counted(indices, torch.tensor(owners, device=self._device), len(places)).cpu()  # the one copy
-        total = counts.sum(0)
-        self.critical = int(total.amax(1).sum())
-        self.active = int(torch.count_nonzero(total)) if self._devices == 1 else 0
+        self._sum_up(counts)
         self._sums.index_add_(0, torch.tensor(list(places)), counts)
 
     def _shared_out(self, shares: Sequence[Share]) -> tuple[list[int], dict[int, int]]:
@@ -149,14 +147,37 @@ class Telemetry:
         return owners, places
 
     def count_padded(self, mask: Any) -> Any:
-        """Counts [requests, layers, groups] of a padded forward: `mask` [requests, tokens] is true where a token is."""
+        """Counts [requests, layers, groups] of a padded forward: `mask` [requests, tokens] is true where a token is.
+
+        None if there was no forward. `critical` and `active` are of all that was computed, padding included.
+        """
         indices = self._routers.take()
+        self.critical = self.active = 0
         if indices is None:
             return None
         requests, width = mask.shape
+        if requests * width != indices.shape[1]:
+            raise ValueError(f"{requests} x {width} tokens are padded, the routers saw {indices.shape[1]}")
         owners = torch.arange(1, requests + 1, device=self._device)[:, None].expand(requests, width)
         owners = torch.where(mask.to(self._device).bool(), owners, 0).reshape(-1)
-        return self._counted(indices, owners, requests + 1).cpu()[1:]
+        counts = self._counted(indices, owners, requests + 1).cpu()
+        self._sum_up(counts)
+        return counts[1:]
+
+    def report(self, batch: int, rid: int, tokens: int, counts: Any) -> Routed:
+        """The report of one whole input, of `counts` [layers, groups] as they were counted."""
+        packed, saturated = _packed(counts)
+        return Routed(batch, rid, True, tokens, packed, saturated, self._placement)
+
+    def stop(self) -> None:
+        """Count nothing any more."""
+        self._routers.stop()
+
+    def _sum_up(self, counts: Any) -> None:
+        """What the last forward asked for, all rows of `counts` [rows, layers, groups] together."""
+        total = counts.sum(0)
+        self.critical = int(total.amax(1).sum())
+        self.active = int(torch.count_nonzero(total)) if self._devices == 1 else 0
 
     def take(self, live: Container[Key]) -> list[Routed]:
         """Reports that are due: prompts that were read, REPORT_EVERY decoded tokens, the rest of those not `live`."""
@@ -198,14 +219,14 @@ class Telemetry:
     def _report(self, key: Key, tally: Tally, share: Share, *, prompt: bool) -> Routed:
         row = self._sums[2 * tally.slot + (1 if prompt else 2)]
         tokens = tally.prompt_tokens if prompt else tally.decoded
-        counts = row.round().clamp(max=COUNT_MAX).to(torch.int64).flatten().tolist()
+        packed, saturated = _packed(row)
         report = Routed(
             batch=key[0],
             rid=key[1],
             prompt=prompt,
             tokens=tokens,
-            counts=pack_counts(counts),
-            saturated=bool(row.max() > COUNT_MAX),
+            counts=packed,
+            saturated=saturated,
             placement=self._placement,
             cached=share.prompt - tokens if prompt else 0,
         )
@@ -213,6 +234,12 @@ class Telemetry:
         if not prompt:
             tally.decoded = 0
         return report
+
+
+def _packed(counts: Any) -> tuple[bytes, bool]:
+    """Counts as they travel, and whether one was larger than that allows."""
+    whole = counts.round().clamp(max=COUNT_MAX).to(torch.int64).flatten().tolist()
+    return pack_counts(whole), bool(counts.max() > COUNT_MAX)
 
 
 def _check_slots(slots: Sequence[Sequence[int]], routers: Routers, devices: int) -> None:
