@@ -202,7 +202,7 @@ def _worker(sheet: Sheet, worker: Mapping[str, Any]) -> None:
     sheet.counter("headway_worker_progress", "Grows while it works.", worker.get("progress", 0), labels)
 
 
-def _experts(sheet: Sheet, experts: Mapping[str, Any], labels: Mapping[str, str]) -> None:
+def _experts(sheet: Sheet, experts: Mapping[str, Any], labels: dict[str, str]) -> None:
     """What is known of a mixture-of-experts model."""
     row = {key: value for key, value in experts.items() if key not in EXPERT_COUNTERS}
     sheet.numbers("headway_moe", row, EXPERTS, labels)
