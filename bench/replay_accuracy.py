@@ -1,6 +1,11 @@
-"""How exact is the replayer? Its own lateness, an echo server with known times, and waiting that nobody may leave out.
+"""How exact is the replayer? Its own lateness, servers with known times, and waiting that nobody may leave out.
 
     python -m headway.bench.replay_accuracy
+
+Two servers: headway with an echo engine, whose two hops and whose engine's own sleep are the server's time and no error
+of measuring; and one that does nothing but wait (`exact_server`) and stamps each request when it is read from the
+socket and when its answer goes, so that it is seen where the rest goes: until sending, on the way there, on the way
+back.
 
 A measurement and no test: it needs an idle machine of two cores, or a priority that makes it one (chrt -f 10 ...).
 """
@@ -10,9 +15,11 @@ import tempfile
 from collections.abc import Sequence
 
 import anyio
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from headway.bench.exact_server import Stamps
 from headway.bench.replay import job as jobs
 from headway.bench.replay.job import Job
 from headway.bench.replay.plan import Shaping, Shot, opened
@@ -29,6 +36,7 @@ TRIES_MAX = 600
 RATE_RPS, SECONDS = 500, 20
 LAG_MS_MAX, SERVICE_ERROR_MAX = 2.0, 0.02
 SERVICE_MS = (20, 100, 500)
+EXACT_MS = (20, 100)
 QUEUE_SERVICE_MS, QUEUE_GAP_MS, QUEUE_COUNT = 500, 100, 8
 QUEUE_LAST_MS = QUEUE_COUNT * QUEUE_SERVICE_MS - (QUEUE_COUNT - 1) * QUEUE_GAP_MS
 
@@ -82,8 +90,40 @@ async def measure(address: str, table: Table) -> None:
         )
 
 
+async def measure_exact(address: str, table: Table) -> None:
+    """Against a server's own stamps."""
+    command = [sys.executable, "-m", "headway.bench.exact_server", address]
+    async with await anyio.open_process(command, stderr=None) as server:
+        runs = []
+        for service_ms in EXACT_MS:
+            count, payload = max(5, 2000 // service_ms), msgspec.msgpack.encode(service_ms)
+            first = TRIES_MAX * service_ms  # ids of different runs differ
+            shots = [
+                Shot(first + at, 2 * at * service_ms * NS_PER_MS, 1, 0, "call", payload=payload) for at in range(count)
+            ]
+            began_ns: list[int] = []
+            seen, _ = await jobs.play(Job(connect=address, timeout_ms=60_000), shots, started=began_ns.append)
+            runs.append((service_ms, began_ns[0], seen))
+        assert server.stdin is not None
+        assert server.stdout is not None
+        await server.stdin.aclose()
+        stamps: Stamps = msgspec.json.decode(b"".join([part async for part in server.stdout]), type=Stamps)
+    for service_ms, start_ns, seen in runs:
+        legs = [_legs(one, start_ns, *stamps[f"r{one.index}"]) for one in seen]
+        late, there, truly, back = (sum(leg) / len(legs) / NS_PER_MS for leg in zip(*legs, strict=True))
+        text = f"{late + there + truly + back:.2f} ms, truly {truly:.2f}, {100 * (late + there + back) / truly:+.2f} %"
+        table.add_row(f"a bare server of {service_ms} ms, mean of {len(seen)}", text, f"± {SERVICE_ERROR_MAX:.0%}")
+        table.add_row("of that late, there, back", f"{late:.3f}, {there:.3f}, {back:.3f} ms", "")
+
+
+def _legs(one: Seen, start_ns: int, read_ns: int, answered_ns: int) -> tuple[int, int, int, int]:
+    """Late, on the way there, at the server, on the way back."""
+    read_ns, answered_ns = read_ns - start_ns, answered_ns - start_ns
+    return one.sent_ns - one.due_ns, read_ns - one.sent_ns, answered_ns - read_ns, one.done_ns - answered_ns
+
+
 async def main() -> None:
-    """A server in a process of its own, and the measurements."""
+    """Servers in processes of their own, and the measurements."""
     table = Table()
     for head in ("", "measured", "aim"):
         table.add_column(head, justify="right" if head else "left")
@@ -98,6 +138,7 @@ async def main() -> None:
         )
         try:
             await measure(address, table)
+            await measure_exact(f"ipc://{folder}/exact", table)
         finally:
             server.terminate()
             await server.wait()

@@ -36,12 +36,13 @@ class Host(Protocol):
 
 
 class Call:
-    """`request` has been validated. `deadline_ms` in it counts from now."""
+    """`request` has been validated. `deadline_ms` in it counts from now. `came_ns`: when the last piece came."""
 
     def __init__(self, host: Host, request: wire.Request) -> None:
         self.request = request
         self.attempts = 0
         self.over = False
+        self.came_ns = 0
         self._host = host
         self._socket = host.socket
         self._expires_ns: int | None = None
@@ -93,6 +94,7 @@ class Call:
                 await self._try()
             assert self._mailbox is not None
             answer = await self._mailbox.take()
+            self.came_ns = self._mailbox.came_ns
             if isinstance(answer, wire.Result):
                 return answer
             if isinstance(answer, wire.Delta):
@@ -156,6 +158,8 @@ class Call:
         answer = self._mailbox.take_now() if self._mailbox is not None else None
         if not isinstance(answer, wire.Result):
             raise self._deadline_error()
+        assert self._mailbox is not None
+        self.came_ns = self._mailbox.came_ns
         self.end()
         return answer
 

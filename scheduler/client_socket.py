@@ -54,9 +54,10 @@ class _Head(msgspec.Struct):
 
 
 class Mailbox:
-    """What has come for one id and was not taken yet. From `Socket.start` to `Socket.finish` it owns its id."""
+    """What has come for one id and was not taken yet. From `Socket.start` to `Socket.finish` it owns its id. `came_ns`:
+    when that came which was taken last; its taker may be a turn of the loop later, or many."""
 
-    __slots__ = ("_arrived", "_waiting", "ending", "expires_ns", "id", "message", "on_wire")
+    __slots__ = ("_arrived", "_waiting", "came_ns", "ending", "expires_ns", "id", "message", "on_wire")
 
     def __init__(self, id_: str, message: wire.ClientMessage, expires_ns: int | None) -> None:
         self.id = id_
@@ -64,7 +65,8 @@ class Mailbox:
         self.expires_ns = expires_ns
         self.on_wire = False
         self.ending = ""  # then: answered | lost | cancelled
-        self._waiting: deque[Answer] = deque()
+        self.came_ns = 0
+        self._waiting: deque[tuple[int, Answer]] = deque()
         self._arrived = anyio.Event()
 
     @property
@@ -77,7 +79,7 @@ class Mailbox:
             return False
         if not isinstance(answer, wire.Delta):
             self.ending = ending
-        self._waiting.append(answer)
+        self._waiting.append((clock.now_ns(), answer))
         self._arrived.set()
         return True
 
@@ -86,10 +88,14 @@ class Mailbox:
         while not self._waiting:
             self._arrived = anyio.Event()
             await self._arrived.wait()
-        return self._waiting.popleft()
+        self.came_ns, answer = self._waiting.popleft()
+        return answer
 
     def take_now(self) -> Answer | None:
-        return self._waiting.popleft() if self._waiting else None
+        if not self._waiting:
+            return None
+        self.came_ns, answer = self._waiting.popleft()
+        return answer
 
     def stamped(self) -> wire.ClientMessage:
         """The message with the time that is left now."""

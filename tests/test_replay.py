@@ -1,6 +1,7 @@
 """Replays against real servers: sent at their own times, and every request accounted for."""
 
 import json
+import random
 import signal
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("numpy")
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 from headway.bench.replay import job as jobs
 from headway.bench.replay.job import Job
 from headway.bench.replay.plan import Shaping, Shot, opened
-from headway.bench.replay.player import Player, run
+from headway.bench.replay.player import Player, Timers, run
 from headway.bench.replay.report import Facts, Report, report_of
 from headway.bench.replay.seen import Note, Seen
 from headway.bench.replay.targets import How
@@ -82,6 +84,46 @@ def test_waiting_at_the_replayer_is_latency(server: Live, concurrency: int) -> N
         assert warned
     else:
         assert not warned
+
+
+def test_timers_are_set_earlier_by_what_they_surely_are_late() -> None:
+    timers, rng = Timers(), random.Random("timers")
+    for _ in range(500):
+        timers.woke(400_000 + int(rng.expovariate(1 / 50_000)))
+    assert 380_000 < timers.early_ns < 450_000
+    for _ in range(20):
+        timers.woke(30_000)
+    assert timers.early_ns < 60_000
+    timers.woke(10**10)  # the machine stood still
+    assert timers.early_ns <= MS
+
+
+def test_a_time_is_when_the_answer_came_and_not_when_it_was_looked_at() -> None:
+    note = Note(Seen(0, 0), 1_000)
+    note.tokens(2, 5_000)
+    note.tokens(1, 9_000)
+    note.over("ok", at_ns=12_000)
+    assert (note.seen.first_ns, note.seen.gaps, note.seen.done_ns) == (4_000, [4_000], 11_000)
+
+
+def test_what_is_measured_is_what_the_server_did_and_the_way(tmp_path: Path) -> None:
+    """A server that stamps what it reads and answers: no request was read before it was sent, and no answer was seen
+    before it was given; what lies between is the service to the nanosecond."""
+    address = f"ipc://{tmp_path}/s"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "headway.bench.exact_server", address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    load = [Shot(at, at * 10 * MS, 1, 0, "call", payload=msgspec.msgpack.encode(3)) for at in range(6)]
+    began_ns: list[int] = []
+    seen, _ = run(jobs.play(Job(connect=address, timeout_ms=60_000), load, started=began_ns.append))
+    stamps = json.loads(server.communicate(timeout=60)[0])
+    assert len(stamps) == len(seen) == 6
+    for one in seen:
+        read_ns, answered_ns = (at - began_ns[0] for at in stamps[f"r{one.index}"])
+        assert one.due_ns <= one.sent_ns <= read_ns
+        assert answered_ns - read_ns == 3 * MS
+        assert one.done_ns >= answered_ns
+        assert one.server_ms == 3.0
 
 
 class Scripted:
@@ -175,7 +217,7 @@ def test_a_storm_of_cancels_and_deadlines(server: Live) -> None:
 
 def test_nothing_is_held_back_for_what_the_server_advises(server: Live) -> None:
     advised = next(model.concurrency for model in _info(server).models if model.name == "slow")
-    before = server.client().status()["counters"]["received"]
+    before = server.client().status()["counters"].get("received", 0)
     load = [Shot(index, 0, 1, 0, "call", cancel_ms=200.0) for index in range(2 * advised)]
     played(server, load, model="slow")
     client = server.client()
@@ -281,20 +323,32 @@ def test_failures_are_shown_and_are_the_exit_code(server: Live, tmp_path: Path) 
     assert "engine_error: " in result.output
 
 
-def test_an_interrupted_replay_reports_what_has_ended(server: Live, tmp_path: Path) -> None:
-    path = tmp_path / "r.json"
-    before = server.client().status()["counters"]["received"]
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupted_replay_reports_what_has_ended(server: Live, tmp_path: Path, processes: int) -> None:
+    pytest.importorskip("matplotlib")
+    path, page = tmp_path / "r.json", tmp_path / "r.html"
+    before = server.client().status()["counters"].get("received", 0)
     arguments = ["poisson:rps=100,n=100000,tokens=4,max_new=2", "--connect", server.address, "--model", "stream"]
-    program = [sys.executable, "-m", "headway", "replay", *arguments, "--json", str(path)]
-    process = subprocess.Popen(program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    program = [sys.executable, "-m", "headway", "replay", *arguments, "--json", str(path), "--html", str(page)]
+    process = subprocess.Popen(
+        [*program, "--processes", str(processes)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        restore_signals=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # whoever runs the tests may not
+    )
     watching = server.client()
-    while watching.status()["counters"]["received"] < before + 20:
+    while watching.status()["counters"].get("received", 0) < before + 20:
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     shown, _ = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "interrupted: " in shown
-    assert 0 < json.loads(path.read_text())["completed"] < 100_000
+    written = json.loads(path.read_text())
+    assert 0 < written["completed"] < 100_000
+    assert written["completed"] + written["interrupted"] == 100_000
+    assert "interrupted: " in page.read_text()
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,10 @@ pickled. One of them dying ends the replay with an error: half a load is another
 """
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
@@ -27,6 +29,7 @@ from headway.scheduler.config import ConfigError
 from headway.scheduler.embedded import Scheduler
 from headway.scheduler.errors import HeadwayError
 from headway.scheduler.spec import ServerSpec
+from headway.workers.heart import die_with_parent
 
 LEAD_NS = 200 * clock.NS_PER_MS  # from "all are ready" to time 0
 LOOK_S = 0.2  # between two looks whether a model is loaded
@@ -72,20 +75,25 @@ async def opened(job: Job, spec: ServerSpec | None) -> AsyncIterator[tuple[Targe
 
 
 async def play(
-    job: Job, shots: Sequence[Shot], *, spec: ServerSpec | None = None, told: Told | None = None
+    job: Job,
+    shots: Sequence[Shot],
+    *,
+    spec: ServerSpec | None = None,
+    told: Told | None = None,
+    started: Callable[[int], None] | None = None,
 ) -> tuple[list[Seen], Watched | None]:
-    """In this process. Interrupted, it gives up what is under way, and returns what has ended."""
+    """In this process. Interrupted, it gives up what is under way, and returns what has ended. `started` is told when
+    its time 0 will be, on the steady clock."""
     async with opened(job, spec) as (target, client):
         check(target, shots)
         if client is not None:
             await until_served(client, job, shots)
         start_ns = clock.now_ns() + LEAD_NS
+        if started is not None:
+            started(start_ns)
         player = Player(target, start_ns, concurrency=job.concurrency, told=told, seed=job.seed)
         async with watching(client, start_ns) as watch:
-            try:
-                seen = await _play(player, job, shots)
-            except asyncio.CancelledError:
-                seen = [one for one in player.seen if one.code]
+            seen = await _until_interrupted(player, job, shots)
         return seen, watch.found if watch is not None else None
 
 
@@ -124,10 +132,14 @@ def check(target: Target, shots: Sequence[Shot]) -> None:
         raise ConfigError("slow readers need a connection that can be read slowly; an embedded scheduler has none")
 
 
-async def _play(player: Player, job: Job, shots: Sequence[Shot]) -> list[Seen]:
-    if job.clients:
-        return await player.play_closed(shots, job.clients, job.think_ns)
-    return await player.play(shots)
+async def _until_interrupted(player: Player, job: Job, shots: Sequence[Shot]) -> list[Seen]:
+    """All shots; those that have ended, if the task is cancelled before."""
+    try:
+        if job.clients:
+            return await player.play_closed(shots, job.clients, job.think_ns)
+        return await player.play(shots)
+    except asyncio.CancelledError:
+        return [one for one in player.seen if one.code]
 
 
 @asynccontextmanager
@@ -170,7 +182,8 @@ class Word(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 async def play_in(processes: int, job: Job, shots: Sequence[Shot]) -> tuple[list[Seen], Watched | None]:
-    """In so many processes. Raises HeadwayError, also if one of them dies."""
+    """In so many processes. Interrupted, it has each give up what is under way, and returns what has ended. Raises
+    HeadwayError, also if one of them dies."""
     parts = [list(shots[index::processes]) for index in range(processes)]
     share = msgspec.structs.replace(job, concurrency=-(-job.concurrency // processes))
     async with AsyncExitStack() as stack:
@@ -190,7 +203,8 @@ async def play_in(processes: int, job: Job, shots: Sequence[Shot]) -> tuple[list
             clients = len(range(index, job.clients, processes)) if job.clients else 0
             if not part or (job.clients and not clients):
                 continue
-            child = _Child(await anyio.open_process([sys.executable, "-m", __name__], stderr=None))
+            process = await anyio.open_process([sys.executable, "-m", __name__], stderr=None, start_new_session=True)
+            child = _Child(process)
             stack.push_async_callback(child.end)
             await child.say(Part(msgspec.structs.replace(share, clients=clients, seed=job.seed + index), part))
             children.append(child)
@@ -200,16 +214,25 @@ async def play_in(processes: int, job: Job, shots: Sequence[Shot]) -> tuple[list
         async with watching(target_client, start_ns) as watch:
             for child in children:
                 await child.say(start_ns)
-            seen = [one for child in children for one in (await child.hear(PLAYED)).seen]
+            try:
+                words = [await child.hear(PLAYED) for child in children]
+            except asyncio.CancelledError:
+                for child in children:
+                    child.interrupt()
+                words = [await child.hear(PLAYED) for child in children]
+        seen = [one for word in words for one in word.seen]
         seen.sort(key=lambda one: one.due_ns)
         return seen, watch.found if watch is not None else None
 
 
 class _Child:
-    """One process of a replay. Messages are msgpack behind their length in 8 bytes."""
+    """One process of a replay. Messages are msgpack behind their length in 8 bytes. It is in a session of its own, so
+    that Ctrl-C reaches it through this process alone, and once."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
+        self._data = bytearray()  # what has come: hearing may be cancelled, and goes on after it
+        self._heard: dict[str, Word] = {}
 
     async def say(self, value: object) -> None:
         assert self._process.stdin is not None
@@ -219,17 +242,27 @@ class _Child:
             raise HeadwayError("internal", "a process of the replay has died") from None
 
     async def hear(self, what: str) -> Word:
+        """Its next word; one that was heard already, again."""
+        if what in self._heard:
+            return self._heard[what]
         assert self._process.stdout is not None
-        data = bytearray()
+        data = self._data
         try:
             while len(data) < 8 or len(data) < 8 + int.from_bytes(data[:8]):
                 data += await self._process.stdout.receive()
         except anyio.EndOfStream:
             raise HeadwayError("internal", "a process of the replay has died") from None
-        word = msgspec.msgpack.decode(memoryview(data)[8:], type=Word)
+        word = msgspec.msgpack.decode(bytes(data[8:]), type=Word)
+        data.clear()
         if word.what != what:
             raise HeadwayError(word.code, word.message)
+        self._heard[what] = word
         return word
+
+    def interrupt(self) -> None:
+        """As Ctrl-C would."""
+        if self._process.returncode is None:
+            self._process.send_signal(signal.SIGINT)
 
     async def end(self) -> None:
         if self._process.returncode is None:
@@ -260,8 +293,10 @@ def main() -> None:
             _say(Word(READY))
             start_ns: int = await anyio.to_thread.run_sync(_heard, int)
             player = Player(target, start_ns, concurrency=part.job.concurrency, seed=part.job.seed)
-            return await _play(player, part.job, part.shots)
+            return await _until_interrupted(player, part.job, part.shots)
 
+    die_with_parent(os.getppid())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # also where whoever started the replay ignores it
     try:
         _say(Word(PLAYED, run(work())))
     except HeadwayError as error:

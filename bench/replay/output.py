@@ -43,6 +43,7 @@ def as_map(report: Report) -> dict[str, Any]:
         "num_prompts": report.requests,
         **report.endings,
         "left_out": report.left_out,
+        "interrupted": facts.cut or None,
         "slow_readers": report.slow_readers,
         "first_tokens": report.first_tokens,
         "total_input_tokens": report.input_tokens,

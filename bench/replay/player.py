@@ -28,8 +28,29 @@ AHEAD_MAX = 64  # shots that are made ready before their time
 TOLD_EVERY = 64  # endings between two words to whoever watches: a bar on a screen costs more than a request
 AHEAD_NS = 2 * clock.NS_PER_MS  # as long as there is so much time until the next
 
+EARLY_NS_MAX = clock.NS_PER_MS  # by so much at most a timer is set before its time
+EARLIER, LATER = 0.5, 1 / 32  # how fast that follows a timer that was sooner than expected, or later
+
 Told = Callable[[int, int], None]  # fired, ended
 T = TypeVar("T")
+
+
+class Timers:
+    """How late timers surely are: the system wakes a sleeper some tens of microseconds late, on some machines half a
+    millisecond. They are set earlier by nearly the least of that, and what is left is waited for turn by turn, which
+    costs little."""
+
+    def __init__(self) -> None:
+        self.early_ns = 0
+
+    def __repr__(self) -> str:
+        return f"<Timers {self.early_ns / 1000:.0f} us early>"
+
+    def woke(self, late_ns: int) -> None:
+        """A timer was so late."""
+        gap = late_ns - self.early_ns
+        self.early_ns += int(gap * (EARLIER if gap < 0 else LATER))
+        self.early_ns = max(0, min(EARLY_NS_MAX, self.early_ns))
 
 
 class Player:
@@ -44,6 +65,7 @@ class Player:
         self._places = asyncio.Semaphore(concurrency) if concurrency else None
         self._told = told
         self._ended = 0
+        self._timers = Timers()
         self._rng = random.Random(seed)
 
     def __repr__(self) -> str:
@@ -74,7 +96,12 @@ class Player:
     async def _until(self, at_ns: int) -> None:
         left_ns = at_ns - self._now_ns()
         if left_ns > 0:
-            await asyncio.sleep(left_ns / clock.NS_PER_S)
+            early_ns = self._timers.early_ns
+            if left_ns > early_ns:
+                await asyncio.sleep((left_ns - early_ns) / clock.NS_PER_S)
+                self._timers.woke(self._now_ns() - at_ns + early_ns)
+            while self._now_ns() < at_ns:  # noqa: ASYNC110 - what is waited for is the clock
+                await asyncio.sleep(0)
         elif not len(self.seen) % AHEAD_MAX:  # a long burst must not keep answers from being read
             await asyncio.sleep(0)
 

@@ -48,7 +48,8 @@ Floats = npt.NDArray[np.float64]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replayed against what. `cost_per_hour`: of all devices that serve."""
+    """What was replayed against what. `cost_per_hour`: of all devices that serve. `cut`: requests that had not ended
+    when the replay was interrupted; they are left out."""
 
     source: str
     target: str
@@ -60,6 +61,7 @@ class Facts(msgspec.Struct, frozen=True, kw_only=True):
     warmup_s: float = 0.0
     cooldown_s: float = 0.0
     cost_per_hour: float | None = None
+    cut: int = 0
     notes: tuple[str, ...] = ()
 
 
@@ -213,6 +215,8 @@ def _device_ms(watched: Watched | None) -> float | None:
 
 def _warnings(times: dict[str, Spread], facts: Facts, watched: Watched | None, counted: int) -> list[str]:
     found = []
+    if facts.cut:
+        found.append(f"interrupted: {facts.cut:,} of {facts.cut + counted:,} had not ended, and are left out")
     at_p99 = times["lag"].p99_ms is not None
     late = times["lag"].p99_ms if at_p99 else times["lag"].max_ms
     if late is not None and late > LAG_P99_MS_MAX:

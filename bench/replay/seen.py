@@ -37,7 +37,8 @@ class Seen(msgspec.Struct, omit_defaults=True):
 
 
 class Note:
-    """Fills in a Seen while a request runs."""
+    """Fills in a Seen while a request runs. `at_ns`, where it is known: when a message came, on the steady clock, which
+    is before it was looked at."""
 
     __slots__ = ("_start_ns", "seen")
 
@@ -49,11 +50,11 @@ class Note:
         """Since the start of the replay; never 0, which would mean that it did not happen."""
         return max(1, clock.now_ns() - self._start_ns)
 
-    def tokens(self, count: int) -> None:
+    def tokens(self, count: int, at_ns: int = 0) -> None:
         """A message came with so many tokens. One without any is no first token."""
         if count <= 0:
             return
-        seen, now_ns = self.seen, self.now_ns()
+        seen, now_ns = self.seen, self._at_ns(at_ns)
         if seen.first_ns:
             seen.gaps.append(now_ns - seen.last_ns)
         else:
@@ -61,9 +62,12 @@ class Note:
         seen.last_ns = now_ns
         seen.output += count
 
-    def over(self, code: str, message: str = "") -> None:
+    def over(self, code: str, message: str = "", at_ns: int = 0) -> None:
         """The one ending; the first counts."""
         if not self.seen.code:
-            self.seen.done_ns = self.now_ns()
+            self.seen.done_ns = self._at_ns(at_ns)
             self.seen.code = code
             self.seen.message = message
+
+    def _at_ns(self, at_ns: int) -> int:
+        return max(1, at_ns - self._start_ns) if at_ns else self.now_ns()

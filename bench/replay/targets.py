@@ -126,15 +126,15 @@ _MAKE: dict[str, Callable[[Requests, Shot, dict[str, object]], wire.Request]] = 
 }
 
 
-def took(note: Note, result: wire.Result) -> None:
-    """What a good ending says beyond its time."""
+def took(note: Note, result: wire.Result, at_ns: int = 0) -> None:
+    """What a good ending says beyond its time, which was `at_ns`, or is now."""
     seen = note.seen
     if result.usage is not None:
         seen.input, seen.output = result.usage.prompt_tokens, result.usage.completion_tokens
     if result.timing is not None:
         seen.queue_ms, seen.batch_size = result.timing.queue_ms, result.timing.batch_size
         seen.server_ms = result.timing.total_ms
-    note.over("ok")
+    note.over("ok", at_ns=at_ns)
 
 
 class Headway:
@@ -158,10 +158,10 @@ class Headway:
         call = Call(self._client, request)
         try:
             while not isinstance(piece := await call.next(), wire.Result):
-                note.tokens(len(piece.token_ids))
+                note.tokens(len(piece.token_ids), call.came_ns)
         finally:
             call.end()
-        took(note, piece)
+        took(note, piece, call.came_ns)
 
 
 class SlowLines:

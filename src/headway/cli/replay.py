@@ -172,10 +172,8 @@ def replay(
         warmup_s=warmup_s,
         cooldown_s=cooldown_s,
         cost_per_hour=cost_per_hour,
-        notes=(
-            *load.notes,
-            *([f"interrupted: {cut:,} of {len(shots):,} had not ended, and are left out"] if cut else []),
-        ),
+        cut=cut,
+        notes=load.notes,
     )
     report = report_of(facts, seen, watched, bounds)
     _write(report, json, page)
