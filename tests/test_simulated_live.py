@@ -118,16 +118,17 @@ def test_prompts_are_read_as_workers_read_them() -> None:
 
     rng = random.Random("shares")
     for _ in range(300):
-        lefts = [rng.randint(2, 300) for _ in range(rng.randint(1, 6))]
+        sizes = [(rng.randint(2, 300), rng.choice((0, rng.randint(1, 900)))) for _ in range(rng.randint(1, 6))]
         rows, budget = rng.randint(0, 20), rng.randint(21, 300)
         requests = [
-            Request(1, rid, [1] * left, left, left + 9, Choice(), frozenset()) for rid, left in enumerate(lefts)
+            Request(1, rid, [1] * (left + read), left + read, left + read + 9, Choice(), frozenset(), written=read)
+            for rid, (left, read) in enumerate(sizes)
         ]
         decoding = [Request(2, rid, [1], 1, 9, Choice(), frozenset()) for rid in range(rows)]
         rule = Pace((50.0 * MS, rng.uniform(0.1, 5.0) * MS, 1.0 * MS))
         live = {one.key: share for one, share in shares_of([*decoding, *requests], rule, budget, 1 << 20, 1)[rows:]}
-        room = rule.room(rows, budget, len(lefts))
-        assert dict(shared_out({(1, rid): left for rid, left in enumerate(lefts)}, room)) == live
+        room = rule.room(rows, budget, len(sizes), max(read for _, read in sizes))
+        assert dict(shared_out({(1, rid): left for rid, (left, _) in enumerate(sizes)}, room)) == live
 
 
 def test_the_command_starts_a_server_learns_and_compares(tmp_path: Path) -> None:

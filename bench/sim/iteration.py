@@ -17,7 +17,7 @@ from headway.bench.sim.engines import NS_PER_MS, Engine, Noise
 from headway.bench.sim.steps import Shape
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
-from headway.workers.generate.pace import Pace
+from headway.workers.generate.pace import FETCH, Pace
 
 OLDEST_SHARE = 4
 
@@ -77,7 +77,8 @@ class IterationMachine:
         if self._stepping or not (self._reading or self._decoding):
             return None
         decoding, reading = len(self._decoding), len(self._reading)
-        room = self._pace.room(decoding, self._engine.step_tokens, reading) if reading else 0
+        read = max([self._written(key) for key in self._reading], default=0)
+        room = self._pace.room(decoding, self._engine.step_tokens, reading, read) if reading else 0
         self._shares = shared_out(self._reading, room)
         self._shape = self._shaped()
         self._reading |= self._late
@@ -86,15 +87,25 @@ class IterationMachine:
         self._took_ns = self._noise(self._engine.step_ns(self._shape))
         return now_ns + (self._gap_ns if goes_on else self._wake_ns) + self._took_ns
 
+    def _written(self, key: Key) -> int:
+        """How much of its prompt has been read."""
+        return max(1, self._tokens[key[1]]) - self._reading[key]
+
     def _shaped(self) -> Shape:
         rows, read, slots, pairs = len(self._decoding), 0, self._slots, 0
         for key, share in self._shares:
-            left = self._reading[key]
-            end = max(1, self._tokens[key[1]]) - left + share
+            end = self._written(key) + share
             read += share
             slots += end
             pairs += share * (2 * end - share) // 2
         return Shape(rows, read, len(self._shares), slots, pairs)
+
+    def _observed(self, spent_ns: int) -> None:
+        """What the pace is told: a piece of one token is a row to it (`workers/generate/shares.py`)."""
+        pieces = [(self._written(key), share) for key, share in self._shares if share > 1]
+        rows = len(self._decoding) + len(self._shares) - len(pieces)
+        back = sum([(share + FETCH) * start + share * (share - 1) // 2 for start, share in pieces])
+        self._pace.observe(rows, sum([share for _, share in pieces]), spent_ns, back)
 
     def end(self, now_ns: int) -> ev.Event:
         """The step ends: what the worker reports."""
@@ -102,7 +113,7 @@ class IterationMachine:
         self._step += 1
         self.busy_ns += self._took_ns
         shape = self._shape
-        self._pace.observe(shape.rows, shape.read, self._took_ns)
+        self._observed(self._took_ns)
         if self._decoding:
             self.gaps.append((now_ns - self._last_ns, len(self._decoding)))
         self._last_ns = now_ns
