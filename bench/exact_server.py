@@ -78,9 +78,14 @@ def _wait(until_ns: int) -> None:
         pass
 
 
+def _until_stdin_ends(stop: threading.Event) -> None:
+    sys.stdin.buffer.read()
+    stop.set()
+
+
 def main() -> None:
     stop = threading.Event()
-    threading.Thread(target=lambda: (sys.stdin.buffer.read(), stop.set()), daemon=True).start()
+    threading.Thread(target=_until_stdin_ends, args=(stop,), daemon=True).start()
     sys.stdout.buffer.write(msgspec.json.encode(serve(sys.argv[1], stop)))
 
 

@@ -170,6 +170,10 @@ def test_goodput_counts_all_bounds_and_all_requests() -> None:
     assert (bounds.text, slo.parse("e2el:5").text) == ("ttft:500,itl:50,e2e:2000", "e2e:5")
     with pytest.raises(ConfigError, match="give name:milliseconds"):
         slo.parse("ttft:-1")
+    with pytest.raises(ConfigError, match="give name:milliseconds"):
+        slo.parse("ttft:inf")
+    with pytest.raises(ConfigError, match="bounds ttft twice"):
+        slo.parse("ttft:5,ttft:6")
 
 
 def test_a_replayer_that_falls_behind_is_told_of() -> None:

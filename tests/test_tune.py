@@ -5,6 +5,8 @@ import json
 import logging
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -200,6 +202,25 @@ def test_a_tiny_model_is_tuned_and_its_worker_starts_from_the_profile(
     assert card_of(engine, spec, log).prior_ns == engine.card.prior_ns
     assert "was measured elsewhere and is not used: device" in caplog.text
     engine.close()
+
+
+def test_interrupted_it_makes_a_profile_of_what_was_measured(folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "part.yaml"
+    record = out.with_suffix(".jsonl")
+    lengths = ["--lengths", "8,16,24,32,48,64,96,128", "--budget-s", "600"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headway", "tune", folder, *lengths, "--out", str(out)],
+        stdout=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),  # whoever runs the tests may not
+    )
+    while not record.exists() or record.read_bytes().count(b"\n") < 3:
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    shown, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, shown
+    assert read_profile(str(out)).reasons[-1 if "quiet" not in shown else -2] == "measuring ended: it was interrupted"
+    assert "the profile" in shown
 
 
 def test_an_engine_that_is_killed_is_started_again_and_the_walk_goes_on(folder: str) -> None:

@@ -7,6 +7,7 @@ the second. What a request does not have (a pause, without a second token) it ca
 asked about must have come.
 """
 
+import math
 from collections.abc import Callable
 
 import msgspec
@@ -60,8 +61,10 @@ def parse(text: str) -> Slo:
             bound = float(value)
         except ValueError:
             bound = -1.0
-        if name not in _OF or not bound > 0:
+        if name not in _OF or not 0 < bound < math.inf:
             raise ConfigError(f"--slo {pair!r}: give name:milliseconds with {', '.join(_OF)}, as in ttft:200,e2e:2000")
+        if name in bounds:
+            raise ConfigError(f"--slo {text!r} bounds {name} twice")
         bounds[name] = bound
     if not bounds:
         raise ConfigError("--slo is empty; give name:milliseconds, as in ttft:200,itl:50,e2e:2000")

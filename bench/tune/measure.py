@@ -75,7 +75,8 @@ class Probe:
         """A new process, with the model loaded anew."""
         self.close()
         command = [sys.executable, "-m", "headway.bench.tune.probe", self._spec.model_dump_json(exclude_unset=True)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        # in a session of its own: Ctrl-C is for whoever measures, who then ends it
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
         line = self._line()
         if not line:
             raise ConfigError(f"the engine of {self._spec.name} did not start; what it said is above")

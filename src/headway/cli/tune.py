@@ -7,7 +7,7 @@ import typer
 from rich.console import Console
 
 from headway.cli.connection import Json, print_json
-from headway.cli.exits import USAGE, exits, teach
+from headway.cli.exits import INTERRUPTED, USAGE, exits, teach
 from headway.cli.flags import settings, with_flags
 from headway.cli.servers import Config
 from headway.cli.show import console
@@ -15,6 +15,7 @@ from headway.scheduler.config import ConfigError
 
 TUNABLE = ("generate", "embed", "classify", "score")
 LENGTHS_MAX = 16
+BROKEN_OFF = "it was interrupted"
 
 TUNE = teach(
     "Measure a model on this machine: what batches of 1, 2, 4, 8, ... cost at several lengths, until more at once "
@@ -80,6 +81,8 @@ def tune(
         walk = _walked(probe, usable, budget_s, batch_max, seed, wrote)
     finally:
         probe.close()
+    if walk.ended_by == BROKEN_OFF and not fit.reports_of(walk.tried):
+        raise KeyboardInterrupt  # nothing to be written
     try:
         profile = fit.profile_from(
             spec, probe.about, walk.tried, ended_by=walk.ended_by, took_ms_max=step_ms_max, seed=seed
@@ -92,6 +95,8 @@ def tune(
     else:
         console().print(shown.shown(walk.tried, profile))
         console().print(f"{out}: the profile; {path}: every run")
+    if walk.ended_by == BROKEN_OFF:
+        raise typer.Exit(INTERRUPTED)
 
 
 def _walked(probe: Any, usable: list[int], budget_s: float, batch_max: int, seed: int, wrote: Any) -> Any:
@@ -111,7 +116,10 @@ def _walked(probe: Any, usable: list[int], budget_s: float, batch_max: int, seed
             bar.update(task, advance=1, description=f"{one.requests} x {one.tokens} tokens: {one.ended}")
 
         walk = Walk(probe, budget_s=budget_s, batch_max=batch_max, seed=seed, wrote=told)
-        walk.run(usable)
+        try:
+            walk.run(usable)
+        except KeyboardInterrupt:  # what was measured until now is worth a profile
+            walk.ended_by = BROKEN_OFF
     return walk
 
 
