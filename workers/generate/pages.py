@@ -150,9 +150,9 @@ class PagedCache(Cache):
         """Room for a layer like `keys` and `values` [any, heads, width]."""
         for like, stores, scales in ((keys, self.keys, self.key_scales), (values, self.values, self.value_scales)):
             shape = (self.slots, *like.shape[1:])
-            stores[layer] = like.new_empty(shape, dtype=self.dtype or like.dtype)
+            stores[layer] = _held(like, shape, self.dtype or like.dtype)
             if self.dtype is torch.int8:
-                scales[layer] = like.new_empty((*shape[:2], 1), dtype=SCALE_DTYPE)
+                scales[layer] = _held(like, (*shape[:2], 1), SCALE_DTYPE)
 
     # What a model asks of its cache before the first layer: positions are given by the plan, and no mask is built.
 
@@ -164,3 +164,10 @@ class PagedCache(Cache):
 
     def get_query_offset(self, layer_idx: int = 0) -> int:  # noqa: ARG002
         return 0
+
+
+def _held(like: Any, shape: Sequence[int], dtype: Any) -> Any:
+    """Memory that is really there. A CPU's would come only when it is first written to: in the midst of an answer,
+    which then waits (a third of a second on a virtual machine, for one huge page in each layer), or not at all."""
+    made = like.new_empty(tuple(shape), dtype=dtype)
+    return made.zero_() if made.device.type == "cpu" else made
