@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from headway.bench.generate import processes, report, steps, ways, work
+from headway.bench.generate import grid, processes, report, steps, ways, work
 from headway.bench.generate.__main__ import app
 from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, Found
 from headway.bench.generate.work import Answer, Run
@@ -104,3 +104,21 @@ def test_bad_options_are_refused_before_anything_starts(arguments: list[str], wo
     outcome = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert outcome.exit_code == 2
     assert words in outcome.output
+
+
+def test_the_grid_shows_ratios_where_both_ran() -> None:
+    cells = [grid.Cell(16, run(OURS, 90.0)), grid.Cell(16, run(CONTINUOUS, 45.0)), grid.Cell(512, run(OURS, 10.0))]
+    console = Console(width=120, file=io.StringIO(), record=True)
+    for way in (OURS, CONTINUOUS):
+        console.print(grid.table_of(cells, way))
+    lines = [line.replace("│", " ").split() for line in console.export_text().splitlines() if line[:1] == "│"]
+    assert lines == [["16", "90.0"], ["512", "10.0"], ["16", "2.00"], ["512"]]
+
+
+def test_nothing_that_runs_is_an_error_that_says_why(tmp_path: Path) -> None:
+    asked = ["--only", "vLLM (CPU)", "--vllm", str(tmp_path), "--json", str(tmp_path / "g.json")]
+    for one in (app, grid.app):
+        result = CliRunner().invoke(one, asked)
+        assert result.exit_code == 1
+        assert "is not installed" in result.output
+        assert not (tmp_path / "g.json").exists()

@@ -10,8 +10,7 @@ code is 1 if a target is missed.
 import os
 import subprocess
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated
@@ -22,28 +21,16 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway.bench.generate import report, steps, ways
-from headway.bench.generate.options import folder_of, range_of
-from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, STATIC, VLLM, Found
-from headway.bench.generate.work import Answer, Work, make
+from headway.bench.generate.options import folder_of, levels_of, range_of
+from headway.bench.generate.report import OURS, SOLO, Found
+from headway.bench.generate.starting import PEERS, Bench, started
+from headway.bench.generate.work import Answer, make
 from headway.scheduler.config import ConfigError
 
-HFSERVE = "transformers serve"
 SOLO_SHARE = 4  # one at a time runs one in so many of the requests: its speed does not depend on how many
-PEERS = Path.home() / ".cache" / "headway-peers" / "venvs"  # where other servers are looked for
-LONG_PROMPT = 4000
 WIDTH_PIPED = 160  # columns where there is no terminal to ask
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-
-def _levels(text: str) -> list[int]:
-    try:
-        levels = sorted({int(part) for part in text.split(",")})
-    except ValueError:
-        raise typer.BadParameter(f"{text!r} is not a list of numbers, as in 1,16") from None
-    if not all(1 <= level <= 64 for level in levels):
-        raise typer.BadParameter("each concurrency is from 1 to 64")
-    return levels
 
 
 @app.command(help=(__doc__ or "").split("\n\n")[0])
@@ -69,7 +56,7 @@ def main(
     json: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.json"),
     plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.png"),
 ) -> None:
-    levels, prompts, outputs = _levels(concurrency), range_of(prompt), range_of(output)
+    levels, prompts, outputs = levels_of(concurrency), range_of(prompt), range_of(output)
     workers = workers or threads
     if threads % workers:
         raise typer.BadParameter(f"--threads {threads} does not divide among --workers {workers}")
@@ -78,9 +65,13 @@ def main(
     work = make(folder, requests, prompts, outputs, seed)
     found = Found()
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
-        bench = _Bench(folder, work, max(levels), threads, workers, stack)
-        makers = bench.makers(vllm, hfserve, {name.strip() for name in only.split(",") if name.strip()})
-        up = list(_started(makers, found, progress, stack))
+        bench = Bench(folder, work, max(levels), threads, workers, stack)
+        makers = bench.makers(vllm, hfserve, only)
+        up = list(started(makers, found, progress, stack))
+        if not up:
+            for name, why in found.skipped.items():
+                console.print(f"left out: {name}: {why}", markup=False)
+            raise typer.Exit(1)
         task = progress.add_task("measuring", total=rounds * len(levels) * len(up))
         alone: list[Answer] = []
         for number in range(rounds):
@@ -110,80 +101,6 @@ def main(
     except ConfigError as error:
         console.print(f"no plot: {error}", markup=False)
     raise typer.Exit(0 if all(aim.met for aim in report.targets(found)) else 1)
-
-
-class _Bench:
-    """How to start each way for this work."""
-
-    def __init__(
-        self, folder: Path, work: Sequence[Work], most: int, threads: int, workers: int, stack: ExitStack
-    ) -> None:
-        self._folder, self._work, self._most = folder, work, most
-        self._threads, self._workers, self._stack = threads, workers, stack
-        config = msgspec.json.decode((folder / "config.json").read_bytes())
-        self._context = int(config.get("max_position_embeddings") or LONG_PROMPT)
-        self._plain: subprocess.Popen[bytes] | None = None
-
-    def makers(self, vllm: Path, hfserve: Path, only: set[str]) -> dict[str, Callable[[], ways.Way]]:
-        longest = max(len(one.ids) + one.new for one in self._work)
-        all_ways: dict[str, Callable[[], ways.Way]] = {
-            OURS: lambda: self._headway(self._most, longest),
-            SOLO: lambda: ways.Plain(SOLO, "solo", self._shared()),
-            STATIC: lambda: ways.Plain(STATIC, "static", self._shared()),
-            CONTINUOUS: lambda: ways.Plain(CONTINUOUS, "continuous", self._shared()),
-            HFSERVE: lambda: ways.transformers_serve(hfserve, self._endless(), self._threads),
-            VLLM: lambda: ways.vllm(vllm, self._folder, self._threads, self._most, max(1024, longest)),
-        }
-        if unknown := only - set(all_ways):
-            raise typer.BadParameter(f"--only: {', '.join(sorted(unknown))}; there are {', '.join(all_ways)}")
-        return {name: maker for name, maker in all_ways.items() if not only or name in only}
-
-    def _headway(self, concurrency: int, longest: int) -> ways.Headway:
-        text = msgspec.json.decode((self._folder / "config.json").read_bytes())
-        heads = text.get("num_key_value_heads") or text["num_attention_heads"]
-        width = text.get("head_dim") or text["hidden_size"] // text["num_attention_heads"]
-        token_bytes = 2 * 4 * text["num_hidden_layers"] * heads * width
-        kv_mib = int(ways.KV_BYTES_SPARE * token_bytes * longest * concurrency) // (1 << 20) + 16
-        return ways.Headway(self._folder, self._workers, self._threads // self._workers, concurrency, kv_mib)
-
-    def _shared(self) -> "subprocess.Popen[bytes]":
-        if self._plain is None:
-            self._plain = ways.start_plain(self._folder, self._threads)
-            self._stack.callback(ways.stop, self._plain)
-        return self._plain
-
-    def _endless(self) -> Path:
-        return ways.endless(self._folder, Path(self._stack.enter_context(tempfile.TemporaryDirectory())))
-
-    def long_prompt(self) -> steps.LongPrompt:
-        """A server of its own, of one worker, so that all streams and the prompt meet in one engine."""
-        self._workers, before = 1, self._workers
-        room = self._context - 8
-        prompt = make(self._folder, 1, (min(LONG_PROMPT, room),) * 2, (4, 4), 7)[0]
-        tokens = min(steps.STREAM_TOKENS, room - steps.STREAM_PROMPT)
-        streams = make(self._folder, steps.STREAMS, (steps.STREAM_PROMPT,) * 2, (tokens, tokens), 8)
-        way = self._headway(steps.STREAMS + 1, len(prompt.ids) // 4 + tokens + steps.STREAM_PROMPT)
-        try:
-            return steps.long_prompt(way, streams, prompt)
-        finally:
-            self._workers = before
-            ways.stop(way.process)
-
-
-def _started(
-    makers: dict[str, Callable[[], ways.Way]], found: Found, progress: Progress, stack: ExitStack
-) -> Iterator[ways.Way]:
-    task = progress.add_task("starting", total=len(makers))
-    for name, maker in makers.items():
-        progress.update(task, description=f"starting {name}")
-        try:
-            way = maker()
-        except ways.CannotStartError as error:
-            found.skipped[name] = str(error)
-        else:
-            stack.callback(ways.stop, way.process)
-            yield way
-        progress.advance(task)
 
 
 def _overhead(folder: Path, threads: int) -> steps.Overhead:

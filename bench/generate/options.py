@@ -24,3 +24,14 @@ def folder_of(model: str) -> Path:
     from headway.workers.packaged import smollm2
 
     return smollm2()
+
+
+def levels_of(text: str) -> list[int]:
+    """`1,16`: how many run at once. Raises typer.BadParameter."""
+    try:
+        levels = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list of numbers, as in 1,16") from None
+    if not all(1 <= level <= 64 for level in levels):
+        raise typer.BadParameter("each concurrency is from 1 to 64")
+    return levels
