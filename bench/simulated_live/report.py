@@ -21,17 +21,24 @@ JUDGED = ("mean", "P95")
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One number of one load, live and simulated. `name`: mean, P50 or P95; `of`: e2e or ttft."""
+    """One number of one load, live and simulated. `name`: mean, P50 or P95; `of`: e2e or ttft. `paced_ms`: simulated
+    with steps as long as the machine made them during that load, by one factor for all."""
 
     of: str
     name: str
     live_ms: float
     simulated_ms: float
+    paced_ms: float
 
     @property
     def error(self) -> float:
         """Positive: simulated is longer."""
         return self.simulated_ms / self.live_ms - 1
+
+    @property
+    def paced_error(self) -> float:
+        """Of the simulation at the machine's own pace."""
+        return self.paced_ms / self.live_ms - 1
 
 
 class Load(msgspec.Struct, frozen=True):
@@ -48,8 +55,8 @@ class Load(msgspec.Struct, frozen=True):
 
     @property
     def worst(self) -> float:
-        """The largest error of those that are judged."""
-        return max(abs(one.error) for one in self.figures if one.name in JUDGED)
+        """The largest error, at the machine's pace, of those that are judged."""
+        return max(abs(one.paced_error) for one in self.figures if one.name in JUDGED)
 
 
 def load_of(
@@ -59,36 +66,45 @@ def load_of(
     ok = np.asarray([one.code == OK and one.first_ns > 0 for one in seen])
     ends = np.asarray([(one.done_ns - one.due_ns) / NS_PER_MS for one in seen])
     firsts = np.asarray([(one.first_ns - one.due_ns) / NS_PER_MS for one in seen])
-    made = [times_ms(load, replace(setting, seed=seed)) for seed in range(SEEDS)]
+    made, paced = (
+        [times_ms(load, replace(one, seed=seed)) for seed in range(SEEDS)] for one in (setting, _paced(setting, pace))
+    )
     figures = []
-    for of, live, simulated in (
-        ("e2e", ends[ok], np.concatenate([total[ok] for total, _ in made])),
-        ("ttft", firsts[ok], np.concatenate([first[ok] for _, first in made])),
-    ):
-        figures += _figures(of, live, simulated[np.isfinite(simulated)] + way_ms)
+    for at, (of, live) in enumerate((("e2e", ends[ok]), ("ttft", firsts[ok]))):
+        simulated, at_pace = (np.concatenate([times[at][ok] for times in runs]) for runs in (made, paced))
+        figures += _figures(of, live, *(one[np.isfinite(one)] + way_ms for one in (simulated, at_pace)))
     return Load(share, load.rate_rps or 0.0, len(seen), int((~ok).sum()), pace, rows, figures)
 
 
-def _figures(of: str, live: Floats, simulated: Floats) -> list[Figure]:
-    found = [Figure(of, "mean", float(live.mean()), float(simulated.mean()))]
+def _paced(setting: Setting, pace: float) -> Setting:
+    """The same with all steps so many times as long."""
+    engine = setting.engine
+    if engine.steps is None:
+        return setting
+    steps = replace(engine.steps, ms=tuple(pace * price for price in engine.steps.ms))
+    return replace(setting, engine=replace(engine, steps=steps))
+
+
+def _figures(of: str, live: Floats, simulated: Floats, paced: Floats) -> list[Figure]:
+    found = [Figure(of, "mean", *(float(one.mean()) for one in (live, simulated, paced)))]
     for name, percent in (("P50", 50), ("P95", 95)):
-        found.append(Figure(of, name, float(np.percentile(live, percent)), float(np.percentile(simulated, percent))))
+        found.append(Figure(of, name, *(float(np.percentile(one, percent)) for one in (live, simulated, paced))))
     return found
 
 
 def shown(loads: list[Load], within: float) -> Table:
     """A row for each figure of each load."""
     table = Table(title="live and simulated, milliseconds", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in ("load", "requests/s", "n", "machine", "", "", "live", "simulated", "error"):
+    for name in ("load", "requests/s", "n", "machine", "", "", "live", "simulated", "error", "at its pace", "error"):
         table.add_column(name, justify="left" if not name else "right")
     for load in loads:
         head = [f"{load.share:g}", f"{load.rate_rps:.2f}", str(load.requests), f"x{load.pace:.3f}"]
         for at, one in enumerate(load.figures):
-            off = abs(one.error) > within and one.name in JUDGED
+            off = abs(one.paced_error) > within and one.name in JUDGED
             cells = [of if at == 0 else "" for of in head]
-            error = f"{one.error:+.1%}"
-            cells += [one.of, one.name, f"{one.live_ms:,.1f}", f"{one.simulated_ms:,.1f}"]
-            table.add_row(*cells, f"[bold red]{error}[/]" if off else error)
+            error = f"{one.paced_error:+.1%}"
+            cells += [one.of, one.name, f"{one.live_ms:,.1f}", f"{one.simulated_ms:,.1f}", f"{one.error:+.1%}"]
+            table.add_row(*cells, f"{one.paced_ms:,.1f}", f"[bold red]{error}[/]" if off else error)
         table.add_section()
     return table
 
@@ -98,7 +114,10 @@ def as_json(loads: list[Load], facts: dict[str, Any]) -> bytes:
     rows = [
         msgspec.to_builtins(load)
         | {
-            "figures": [msgspec.to_builtins(one) | {"error": round(one.error, 5)} for one in load.figures],
+            "figures": [
+                msgspec.to_builtins(one) | {"error": round(one.error, 5), "paced_error": round(one.paced_error, 5)}
+                for one in load.figures
+            ],
             "worst": round(load.worst, 5),
         }
         for load in loads
