@@ -76,9 +76,7 @@ def main(
     facts = {"model": model, "threads": threads, "workers": workers, "prompt": prompt, "output": output, "seed": seed}
     json.write_bytes(report.as_json(loads, facts | learned.facts))
     worst, lost = max(load.worst for load in loads), sum(load.lost for load in loads)
-    console.print(
-        f"worst of means and P95, at the machine's pace: {worst:.1%} (aim: {within:.0%}); {lost} requests without an answer"
-    )
+    console.print(f"worst of means and P95, at its pace: {worst:.1%} (aim: {within:.0%}); {lost} without an answer")
     console.print(f"written: {json}")
     raise typer.Exit(0 if worst <= within and not lost else 1)
 
