@@ -212,7 +212,8 @@ class Stop(Struct, frozen=True, array_like=True, tag="stop"):
 
 
 class Again(Struct, frozen=True, array_like=True, tag="again"):
-    """The scheduler does not know this worker (it was silent for too long): forget all work and register again."""
+    """The scheduler does not know this worker (it was silent for too long): forget all work and register again. To a
+    worker that waits for its welcome it says nothing: a heartbeat came before its Ready, on a connection of its own."""
 
 
 class Welcome(Struct, frozen=True, array_like=True, tag="welcome"):

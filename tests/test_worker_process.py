@@ -187,6 +187,18 @@ def test_a_worker_that_is_not_known_any_more_forgets_its_work_and_registers_agai
     assert hand.ended() == 0
 
 
+def test_a_heartbeat_that_overtakes_the_registration_does_not_undo_it(scheduler: Scheduler) -> None:
+    hand = Hand(scheduler, mode="iteration", fixed_ms=1)
+    worker, _ = scheduler.next(Ready)
+    scheduler.send(worker, link.Again())  # what a heartbeat of a stranger is told
+    scheduler.send(worker, Welcome())
+    scheduler.send(worker, texts(1, "y"))
+    who, step = scheduler.next(Step)
+    assert (who, [row.tokens for row in step.rows]) == (worker, [[ord("y")]])
+    scheduler.send(worker, Stop())
+    assert hand.ended() == 0
+
+
 def test_reports_wait_for_a_slow_scheduler_but_not_for_a_dead_one(scheduler: Scheduler) -> None:
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     alarm_fd, ring_fd = os.pipe()
