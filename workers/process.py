@@ -264,8 +264,8 @@ class Worker:
             self._log.warning("the scheduler speaks link version %d, this worker %d", message.link, link.LINK)
 
     def _unknown(self, line: Line, _message: link.Again) -> None:
-        """The scheduler took it for lost: what it was working on runs elsewhere by now. Said before the welcome, it only
-        means that a heartbeat, which has a connection of its own, overtook the registration."""
+        """The scheduler took it for lost: what it was working on runs elsewhere by now. Said before the welcome, it
+        only means that a heartbeat, which has a connection of its own, overtook the registration."""
         if not self._welcomed:
             return
         self._log.warning("the scheduler does not know this worker any more")
