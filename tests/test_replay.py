@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -290,6 +291,7 @@ def test_the_command_replays_reports_and_compares(server: Live, tmp_path: Path) 
     written = json.loads((tmp_path / "a.json").read_text())
     assert written["completed"] == written["num_prompts"] < 40
     assert written["cost_per_request"] > 0
+    assert (written["model_id"], datetime.fromisoformat(written["date"]).tzinfo) == ("stream", UTC)
     page = (tmp_path / "a.html").read_text()
     assert page.count("data:image/png;base64,") == 5
     assert "http://" not in page.replace(server.address, "")

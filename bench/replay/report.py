@@ -48,12 +48,14 @@ Floats = npt.NDArray[np.float64]
 
 
 class Facts(msgspec.Struct, frozen=True, kw_only=True):
-    """What was replayed against what. `cost_per_hour`: of all devices that serve. `cut`: requests that had not ended
-    when the replay was interrupted; they are left out."""
+    """What was replayed against what, and when (`date`: ISO 8601, UTC). `cost_per_hour`: of all devices that serve.
+    `cut`: requests that had not ended when the replay was interrupted; they are left out."""
 
     source: str
     target: str
     mode: str
+    model: str = ""
+    date: str = ""
     seed: int = 0
     offered_rps: float | None = None
     concurrency: int = 0

@@ -1,5 +1,6 @@
 """`headway replay` and `headway compare`: a load sent to a running server at its own times, and two such runs."""
 
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +12,7 @@ from headway.cli.flags import settings
 from headway.cli.servers import Config
 from headway.cli.show import console
 from headway.cli.simulate import needs_numpy, progress
+from headway.scheduler import clock
 from headway.scheduler.config import ConfigError
 
 if TYPE_CHECKING:
@@ -159,11 +161,14 @@ def replay(
     )
     spec = settings(config, {}) if config else None
     shots = load.shots(kind if kind != "auto" else _kind_of(job, spec))
+    began = datetime.fromtimestamp(clock.wall_s(), UTC)
     seen, watched = _play(job, shots, spec, processes)
     cut = len(shots) - len(seen)
     facts = Facts(
         source=load.name,
         target=openai or (f"embedded {config}" if config else connect),
+        model=model,
+        date=began.isoformat(timespec="seconds"),
         mode=load.mode + (f", {concurrency} at once" if concurrency else ""),
         seed=seed,
         offered_rps=load.rate_rps,
