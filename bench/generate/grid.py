@@ -66,14 +66,19 @@ def main(
         bench = Bench(folder, longest, max(levels), threads, threads, stack)
         up = list(started(bench.makers(vllm, hfserve, only), found, progress, stack))
         task = progress.add_task("measuring", total=len(levels) * len(lengths) * len(up))
-        for number, (length, level) in enumerate(itertools.product(sorted(lengths), levels)):
-            work = make(folder, level * (2 if level <= TWICE_UP_TO else 1), (length, length), (output, output), seed)
-            for way in up if number % 2 else up[::-1]:
-                progress.update(task, description=f"prompts of {length}, {level} running: {way.name}")
-                alone = way.name == SOLO  # its speed does not depend on how many there are
-                run, _ = ways.measure(way, work[:2] if alone else work, 1 if alone else level, threads)
-                cells.append(Cell(length, msgspec.structs.replace(run, concurrency=level)))
-                progress.advance(task)
+        try:
+            for number, (length, level) in enumerate(itertools.product(sorted(lengths), levels)):
+                work = make(
+                    folder, level * (2 if level <= TWICE_UP_TO else 1), (length, length), (output, output), seed
+                )
+                for way in up if number % 2 else up[::-1]:
+                    progress.update(task, description=f"prompts of {length}, {level} running: {way.name}")
+                    alone = way.name == SOLO  # its speed does not depend on how many there are
+                    run, _ = ways.measure(way, work[:2] if alone else work, 1 if alone else level, threads)
+                    cells.append(Cell(length, msgspec.structs.replace(run, concurrency=level)))
+                    progress.advance(task)
+        except KeyboardInterrupt:
+            console.print("interrupted: what was measured follows")
     for name, why in found.skipped.items():
         console.print(f"left out: {name}: {why}", markup=False)
     if not cells:
