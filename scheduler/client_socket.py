@@ -88,12 +88,12 @@ class Mailbox:
         while not self._waiting:
             self._arrived = anyio.Event()
             await self._arrived.wait()
-        self.came_ns, answer = self._waiting.popleft()
-        return answer
+        return self._next()
 
     def take_now(self) -> Answer | None:
-        if not self._waiting:
-            return None
+        return self._next() if self._waiting else None
+
+    def _next(self) -> Answer:
         self.came_ns, answer = self._waiting.popleft()
         return answer
 

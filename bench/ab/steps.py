@@ -66,15 +66,14 @@ class _Worker:
         seen = None
         if event.tokens and read >= 0 and (rows or there):
             shares = shared_out(there, read)
-            ends = [(tokens[key[1]] - there[key] + share, share) for key, share in shares]
-            slots = sum(self.decoding[key] for key in rows) + sum(end for end, _ in ends)
-            pairs = sum(share * (2 * end - share) // 2 for end, share in ends)
+            pieces = [(tokens[key[1]] - there[key], share) for key, share in shares]
+            shape = Shape.of(len(rows), read, sum(self.decoding[key] for key in rows), pieces)
             gap = wake = None
             if self.goes_on:
                 gap = max(0.0, (began_ns - self.last_ns) / NS_PER_MS)
             else:
                 wake = max(0.0, (began_ns - min(self.sent_ns[key] for key in there or rows)) / NS_PER_MS)
-            seen = Seen(now_ns, Shape(len(rows), read, len(shares), slots, pairs), event.compute_ns / 1e6, gap, wake)
+            seen = Seen(now_ns, shape, event.compute_ns / 1e6, gap, wake)
             for key, share in shares:
                 self.reading[key] = max(1, self.reading[key] - share)
         self._book(event, tokens)

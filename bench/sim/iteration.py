@@ -1,11 +1,10 @@
 """An iteration-level worker in virtual time: requests join and leave between steps, prompts are read in chunks.
 
-A step gives every decoding row one token, and to prompts what the pace (`workers/generate/pace.py`, the very one that
-workers use) leaves of `step_tokens`: the one with least left to read first, while the oldest keeps a quarter (as
-`workers/generate/shares.py` does it; a test holds both to the same). A worker begins its next step without waiting for
-what the core makes of the last one: who is sent because somebody left joins a step later. A step costs what joins and
-leaves in it, not what runs: rows that will end at the same step lie in one bucket, so a run of a million tokens is a
-matter of seconds.
+A step gives every decoding row one token, and to prompts what the pace (`workers/generate/pace.py`) leaves of
+`step_tokens`, divided as workers divide it (`workers/generate/shares.py`). A worker begins its next step without
+waiting for what the core makes of the last one: who is sent because somebody left joins a step later. A step costs what
+joins and leaves in it, not what runs: rows that will end at the same step lie in one bucket, so a run of a million
+tokens is a matter of seconds.
 
 The core is told of a row twice, at its first token and at its end; between these it decides nothing by it.
 """
@@ -17,9 +16,8 @@ from headway.bench.sim.engines import NS_PER_MS, Engine, Noise
 from headway.bench.sim.steps import Shape
 from headway.scheduler import actions as act
 from headway.scheduler import events as ev
-from headway.workers.generate.pace import FETCH, Pace
-
-OLDEST_SHARE = 4
+from headway.workers.generate.pace import Pace, parts_of
+from headway.workers.generate.shares import divided
 
 Key = tuple[int, int]  # (batch, rid)
 
@@ -92,20 +90,13 @@ class IterationMachine:
         return max(1, self._tokens[key[1]]) - self._reading[key]
 
     def _shaped(self) -> Shape:
-        rows, read, slots, pairs = len(self._decoding), 0, self._slots, 0
-        for key, share in self._shares:
-            end = self._written(key) + share
-            read += share
-            slots += end
-            pairs += share * (2 * end - share) // 2
-        return Shape(rows, read, len(self._shares), slots, pairs)
+        pieces = [(self._written(key), share) for key, share in self._shares]
+        return Shape.of(len(self._decoding), sum([share for _, share in pieces]), self._slots, pieces)
 
     def _observed(self, spent_ns: int) -> None:
-        """What the pace is told: a piece of one token is a row to it (`workers/generate/shares.py`)."""
-        pieces = [(self._written(key), share) for key, share in self._shares if share > 1]
-        rows = len(self._decoding) + len(self._shares) - len(pieces)
-        back = sum([(share + FETCH) * start + share * (share - 1) // 2 for start, share in pieces])
-        self._pace.observe(rows, sum([share for _, share in pieces]), spent_ns, back)
+        """What the pace is told: a piece of one token is a row to it."""
+        rows, tokens, looked_back = parts_of((self._written(key), share) for key, share in self._shares)
+        self._pace.observe(len(self._decoding) + rows, tokens, spent_ns, looked_back)
 
     def end(self, now_ns: int) -> ev.Event:
         """The step ends: what the worker reports."""
@@ -165,17 +156,7 @@ class IterationMachine:
 
 def shared_out(reading: Mapping[Key, int], room: int) -> list[tuple[Key, int]]:
     """Who reads how many of its `reading` tokens that are left, oldest first, in a step with `room` for so many."""
-    if not reading or not room:
+    if not reading:
         return []
-    oldest = next(iter(reading))
-    kept = min(reading[oldest], max(1, room // OLDEST_SHARE))
-    shares = {oldest: kept}
-    room -= kept
-    for key in sorted(reading, key=reading.__getitem__):
-        if room <= 0:
-            break
-        more = min(room, reading[key] - shares.get(key, 0))
-        if more:
-            shares[key] = shares.get(key, 0) + more
-            room -= more
-    return list(shares.items())
+    shares = divided([*reading.values()], room)
+    return [(key, share) for key, share in zip(reading, shares, strict=True) if share]

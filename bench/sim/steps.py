@@ -7,8 +7,9 @@ a prompt's token and a slot before it have a price. Between two steps a worker r
 numbers come from `bench/ab/steps.py`, which fits them to a flight record; here they are only used.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 KNOTS = (0, 1, 2, 4, 8, 16, 32, 64, 128)  # tokens of a step; past the last the line goes on
 
@@ -22,6 +23,13 @@ class Shape(NamedTuple):
     chunks: int = 0
     slots: int = 0
     pairs: int = 0
+
+    @classmethod
+    def of(cls, rows: int, read: int, slots: int, pieces: Sequence[tuple[int, int]]) -> Self:
+        """`rows` that read `slots`, and `pieces` of prompts: (tokens before it, tokens), `read` in all."""
+        slots += sum([start + count for start, count in pieces])
+        pairs = sum([count * (2 * start + count) // 2 for start, count in pieces])
+        return cls(rows, read, len(pieces), slots, pairs)
 
 
 def columns(shape: Shape) -> list[float]:

@@ -22,7 +22,7 @@ from headway.workers.ceiling import STRIKES, Ceiling, free_caches
 from headway.workers.engine import Report
 from headway.workers.generate.canary import Canary
 from headway.workers.generate.intake import Intake
-from headway.workers.generate.pace import Pace
+from headway.workers.generate.pace import Pace, parts_of
 from headway.workers.generate.page_use import PageUse
 from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
@@ -31,7 +31,7 @@ from headway.workers.generate.request import Request
 from headway.workers.generate.room import room_of
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choose
-from headway.workers.generate.shares import Portion, shares_of, work_of
+from headway.workers.generate.shares import Portion, shares_of
 from headway.workers.load import Loaded
 from headway.workers.oneshot import code_of, text_of
 from headway.workers.routing import Share, placement_of, routed, watch
@@ -121,8 +121,8 @@ class GenerateEngine:
         self._grow()
         self._start()
         shares = shares_of(self._running, self._pace, self._spec.step_tokens, self._ceiling.limit, self._steps)
-        tokens = sum(count for _, count in shares)
-        decoding, prompts, looked_back = work_of(shares)
+        decoding, prompts, looked_back = parts_of((request.written, count) for request, count in shares)
+        tokens = decoding + prompts
         failures: list[Failed] = []
         if shares:
             fault: tuple[str, str] | None = None

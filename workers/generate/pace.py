@@ -14,6 +14,7 @@ one, they weigh that much more: after a burst it is they who wait. Nobody reads 
 """
 
 import math
+from collections.abc import Iterable
 
 STRETCH = 2.5  # a step with prompts over one without: above, streams stutter; below, first tokens wait for long
 CROWD_MAX = 8.0  # and at most so many times that, while more requests read than answer
@@ -24,10 +25,10 @@ MEMORY = 0.95  # what a step still counts one step with prompts later: about twe
 FETCH = 20  # tokens; SmolLM2-135M in float32 on a CPU: 19 with one thread, 20 with two
 GUESSED = 64  # tokens of the step that the guess counts as
 FAR = 1024  # tokens looked back at: the unit in which the second cost is fitted
-TRUST = 0.5  # in the first guess of a token's cost, against all that is remembered: pieces of one prompt are so alike
-DOUBT = (
-    0.05  # that a fit cannot tell the two costs apart. And in the second cost being none, against what is remembered
+TRUST = (
+    0.5  # in the guess of a token's cost, against all that is remembered: one prompt's pieces tell two costs ill apart
 )
+DOUBT = 0.05  # that looking back costs anything, against what is remembered
 
 
 class Pace:
@@ -67,8 +68,7 @@ class Pace:
         return min(left, max(LEAST, fit // LEAST * LEAST))
 
     def observe(self, rows: int, tokens: int, spent_ns: int, looked_back: int = 0) -> None:
-        """A step of `rows` decode rows and `tokens` tokens of prompts took `spent_ns`. `looked_back`: the tokens before
-        each of these, summed, and FETCH times those before each piece."""
+        """A step of `rows` decode rows and `tokens` tokens of prompts took `spent_ns`. `looked_back`: see parts_of."""
         decode_ns, far = self.decode_ns(rows) if rows else 0.0, looked_back / FAR
         expected_ns = decode_ns + self._token_ns * tokens + self._far_ns * far
         seen_ns = min(max(float(spent_ns), expected_ns / SURPRISE), expected_ns * SURPRISE)
@@ -86,3 +86,17 @@ class Pace:
         square *= 1 + TRUST
         self._far_ns = max(0.0, (far_sum * square - token_sum * mixed) / (far_square * square - mixed * mixed))
         self._token_ns = max(1.0, (token_sum - self._far_ns * mixed) / square)
+
+
+def parts_of(pieces: Iterable[tuple[int, int]]) -> tuple[int, int, int]:
+    """Of (tokens before it, tokens) of all pieces of a step, what Pace.observe wants: decode rows, which are pieces of
+    one token; tokens of the others; and how far those look back: the tokens before each of them, summed, and FETCH
+    times those before each piece."""
+    rows = tokens = looked_back = 0
+    for start, count in pieces:
+        if count == 1:
+            rows += 1
+            continue
+        tokens += count
+        looked_back += (count + FETCH) * start + count * (count - 1) // 2
+    return rows, tokens, looked_back

@@ -1,16 +1,19 @@
 """Who runs how many tokens in a step. Pure: requests in, shares out."""
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
-from headway.workers.generate.pace import FETCH, Pace
-from headway.workers.generate.request import Request
+from headway.workers.generate.pace import Pace
+
+if TYPE_CHECKING:  # it imports torch, which these rules do not need
+    from headway.workers.generate.request import Request
 
 OLDEST_SHARE = 4  # the oldest prompt gets at least one part in so many of a step's token budget
 
-Portion = tuple[Request, int]
+Portion: TypeAlias = "tuple[Request, int]"
 
 
-def shares_of(running: Sequence[Request], pace: Pace, budget: int, limit: int, step: int) -> list[Portion]:
+def shares_of(running: Sequence["Request"], pace: Pace, budget: int, limit: int, step: int) -> list[Portion]:
     """The shares of step number `step`, those that decode first; `running`: oldest first.
 
     Every decoding request one token, long texts first, then prompts in what the pace leaves of `budget`; `limit` tokens
@@ -27,29 +30,27 @@ def shares_of(running: Sequence[Request], pace: Pace, budget: int, limit: int, s
         return decoding
     room = pace.room(len(decoding), budget, len(reading), max(request.written for request in reading))
     budget = max(1, min(room, limit - len(decoding)))  # a prompt always goes on
-    shares = {id(request): 0 for request in reading}
-    for request, most in [(reading[0], max(1, budget // OLDEST_SHARE)), *_shortest_first(reading, budget)]:
-        taken = min(most, budget, request.pending - shares[id(request)])
-        shares[id(request)] += taken
+    shares = divided([request.pending for request in reading], budget)
+    return decoding + [(request, share) for request, share in zip(reading, shares, strict=True) if share]
+
+
+def divided(pending: Sequence[int], budget: int) -> list[int]:
+    """How many of its `pending` tokens each prompt reads, oldest first, where all together may read `budget`."""
+    shares = [0] * len(pending)
+    shortest_first = sorted(range(len(pending)), key=pending.__getitem__)
+    for at, most in [(0, max(1, budget // OLDEST_SHARE)), *((at, budget) for at in shortest_first)]:
+        if not budget:
+            break
+        taken = min(most, budget, pending[at] - shares[at])
+        shares[at] += taken
         budget -= taken
-    return decoding + [(request, shares[id(request)]) for request in reading if shares[id(request)]]
+    return shares
 
 
-def work_of(shares: Sequence[Portion]) -> tuple[int, int, int]:
-    """Of shares that have not run, what Pace.observe wants: decode rows, tokens of prompts, and how far they look."""
-    prompts = [(request.written, count) for request, count in shares if count > 1]
-    looked_back = sum((count + FETCH) * start + count * (count - 1) // 2 for start, count in prompts)
-    return len(shares) - len(prompts), sum(count for _, count in prompts), looked_back
-
-
-def _few(running: Sequence[Request], limit: int, step: int) -> list[Portion]:
+def _few(running: Sequence["Request"], limit: int, step: int) -> list[Portion]:
     """Memory is too short for all who run: a token each for those who have waited longest for a step."""
     chosen = sorted(running, key=lambda request: request.served)[:limit]
     for request in chosen:
         request.served = step
     chosen.sort(key=lambda request: (request.pending > 1, -len(request.tokens)))
     return [(request, 1) for request in chosen]
-
-
-def _shortest_first(reading: Sequence[Request], budget: int) -> list[Portion]:
-    return [(request, budget) for request in sorted(reading, key=lambda request: request.pending)]
