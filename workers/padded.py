@@ -141,7 +141,7 @@ class Padded:
         began_ns = clock.now_ns()
         try:
             rows = self._run(texts)
-            counts = self.routing.count_padded(self._mask(texts)) if self.routing is not None else None
+            counts = self.routing.count_padded(_mask_of(texts)) if self.routing is not None else None
         except Exception as error:
             if device_lost(error):
                 raise
@@ -174,7 +174,7 @@ class Padded:
         pad = self._pad if self._pad is not None else _unlike_ends(texts)
         ids = torch.tensor([text.ids + [pad] * (width - len(text.ids)) for text in texts], device=device)
         lengths = torch.tensor([len(text.ids) for text in texts], device=device)
-        mask = self._mask(texts)
+        mask = _mask(lengths, width)
         inputs = {"input_ids": ids, **self._fixed}
         if self._masked:
             inputs["attention_mask"] = mask.long()
@@ -182,11 +182,6 @@ class Padded:
             second = torch.tensor([text.second for text in texts], device=device)
             inputs["token_type_ids"] = ((torch.arange(width, device=device) >= second[:, None]) & mask).long()
         return Rectangle(inputs, mask, lengths, pad)
-
-    def _mask(self, texts: Sequence[Text]) -> Any:
-        """[rows, width], True for tokens."""
-        lengths = torch.tensor([len(text.ids) for text in texts], device=self._device)
-        return torch.arange(int(lengths.max()), device=self._device) < lengths[:, None]
 
     def _outcome(self, rid: int, row: Any) -> Outcome | BaseException:
         if isinstance(row, Exception):
@@ -219,7 +214,7 @@ class Padded:
         texts = [self._made_up(tokens, random.Random(2)) for tokens in (3, 3)]
         self._run(texts)
         try:
-            if routing.count_padded(self._mask(texts)) is not None:
+            if routing.count_padded(_mask_of(texts)) is not None:
                 return routing
             why = "not all of its routers are run"
         except ValueError as error:
@@ -320,3 +315,14 @@ def _unlike_ends(texts: Sequence[Text]) -> int:
     """A padding id for a model that has none: one that no text ends with, so that each text's end can be seen."""
     ends = {text.ids[-1] for text in texts}
     return next(token for token in range(len(ends) + 1) if token not in ends)
+
+
+def _mask(lengths: Any, width: int) -> Any:
+    """[rows, width], True for tokens."""
+    return torch.arange(width, device=lengths.device) < lengths[:, None]
+
+
+def _mask_of(texts: Sequence[Text]) -> Any:
+    """The same for `texts` side by side, on the CPU."""
+    lengths = [len(text.ids) for text in texts]
+    return _mask(torch.tensor(lengths), max(lengths))

@@ -38,9 +38,10 @@ class PackedWeights:
         used = {id(one) for module in modules if id(module) not in chosen for one in module.parameters(recurse=False)}
         self._plain: list[tuple[Any, Any]] = [(layer, layer.weight) for layer in layers]
         self.bytes = self.more_bytes = 0
-        self._calls: list[tuple[Any, Any]] | None = []  # (layer, rows) of a run, until `join`
+        self._calls: list[tuple[Any, Any]] = []  # (layer, rows) of a run, until `join`
+        self._hooks = [layer.register_forward_pre_hook(self._note) for layer in layers]
         for layer, weight in self._plain:
-            layer.forward = self._noted(layer, _forward(layer))
+            layer.forward = _forward(layer)
             self.bytes += weight.numel() * weight.element_size()
             if id(weight) not in used:
                 nothing = torch.full((), float("nan"), dtype=weight.dtype).expand(weight.shape)
@@ -53,22 +54,22 @@ class PackedWeights:
 
     def join(self) -> int:
         """After a run: make one product of those layers that were given the same rows. Returns how many are joined."""
-        plain, calls = {id(layer): weight for layer, weight in self._plain}, self._calls or []
-        self._calls = None
-        groups = _together(calls)
+        plain, groups = {id(layer): weight for layer, weight in self._plain}, _together(self._calls)
+        self._stop_noting()
         for layers in groups:
             shared = _Joined([plain[id(layer)].detach() for layer in layers], [layer.bias for layer in layers])
             for at, layer in enumerate(layers):
                 layer.forward = shared.part(at)
         return sum(map(len, groups))
 
-    def part(self) -> None:
+    def separate(self) -> None:
         """Each layer by itself again."""
         for layer, weight in self._plain:
-            layer.forward = _forward(layer, weight)
+            layer.forward = _product(weight.detach(), layer.bias)
 
     def restore(self) -> None:
         """The model is as it came."""
+        self._stop_noting()
         for layer, weight in self._plain:
             del layer.forward
             layer.weight = weight
@@ -76,15 +77,16 @@ class PackedWeights:
 
     def release(self) -> None:
         """Let go of the plain weights: there is no way back."""
-        self._plain, self._calls = [], None
+        self._plain = []
+        self._stop_noting()
 
-    def _noted(self, layer: Any, forward: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        def noted(rows: Any) -> Any:
-            if self._calls is not None:
-                self._calls.append((layer, rows))
-            return forward(rows)
+    def _note(self, layer: Any, given: tuple[Any, ...]) -> None:
+        self._calls.append((layer, given[0]))
 
-        return noted
+    def _stop_noting(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks, self._calls = [], []
 
 
 class _Joined:
@@ -136,7 +138,7 @@ def _join_if_right(weights: PackedWeights, check: Callable[[], object]) -> None:
         check()
     except Exception as error:  # code that wants its layers' results side by side in memory
         log.info("each layer is computed by itself, which is a little slower: %s", reason(error))
-        weights.part()
+        weights.separate()
 
 
 def _together(calls: Sequence[tuple[Any, Any]]) -> list[list[Any]]:
@@ -174,8 +176,8 @@ def _packable(module: Any) -> bool:
     return weight.dtype == torch.float32 and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
-def _forward(layer: Any, weight: Any = None) -> Callable[[Any], Any]:
-    return _product((layer.weight if weight is None else weight).detach(), layer.bias)
+def _forward(layer: Any) -> Callable[[Any], Any]:
+    return _product(layer.weight.detach(), layer.bias)
 
 
 def _product(weight: Any, bias: Any) -> Callable[[Any], Any]:
