@@ -22,12 +22,12 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from headway.bench.pictures import drawn
 from headway.bench.sim import plots, study, synthetic
 from headway.bench.sim.compare import Setting, geomean, simulate
 from headway.bench.sim.engines import PRESETS
 from headway.bench.sim.study import Cell, FirstToken, Job, Lengths, Loop, Steps
 from headway.scheduler import clock
-from headway.scheduler.config import ConfigError
 from headway.scheduler.spec import PolicySpec
 
 LOADS = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
@@ -267,11 +267,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     args.json.write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
     console.print(f"written: {args.json}")
-    try:
-        plots.draw_over_load(args.plot, over_load(found), "mean latency over hindsight")
-        console.print(f"written: {args.plot}")
-    except ConfigError as error:
-        console.print(f"no plot: {error}", markup=False)
+    drawn(console, args.plot, lambda: plots.draw_over_load(args.plot, over_load(found), "mean latency over hindsight"))
     return 0 if all(aim.met for aim in aims) else 1
 
 

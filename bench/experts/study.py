@@ -24,9 +24,9 @@ from headway.bench.experts.composition import Composed
 from headway.bench.experts.overload import Outcome, Policy, Scenario
 from headway.bench.experts.prediction import Score
 from headway.bench.experts.routings import Routings, recorded, stream
+from headway.bench.pictures import drawn
 from headway.policies.experts.composer import PASSES, WINDOW
 from headway.policies.experts.placement import contiguous
-from headway.scheduler.config import ConfigError
 
 MAIN = "dsv3_32"  # the recording that targets are stated for
 DEVICES, TAKE = 8, 16
@@ -336,12 +336,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     whole = {"targets": list(aims), "models": [_plain(found) for found in all_found]}
     args.json.write_bytes(msgspec.json.format(msgspec.json.encode(whole)) + b"\n")
     console.print(f"written: {args.json}")
-    try:
-        for found in all_found[:1]:
-            draw(args.plot, found)
-            console.print(f"written: {args.plot}")
-    except ConfigError as error:
-        console.print(f"no plot: {error}", markup=False)
+    if all_found:
+        drawn(console, args.plot, lambda: draw(args.plot, all_found[0]))
     return 0 if all(aim.met for aim in aims) else 1
 
 

@@ -7,7 +7,6 @@ Then the cost of a step outside the model, and what a long prompt does to stream
 code is 1 if a target is missed.
 """
 
-import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,11 +20,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from headway.bench.generate import report, steps, ways
-from headway.bench.generate.options import folder_of, levels_of, range_of
+from headway.bench.generate.options import CORES, Hfserve, Model, Seed, Threads, Vllm, folder_of, levels_of, range_of
 from headway.bench.generate.report import OURS, SOLO, Found
 from headway.bench.generate.starting import PEERS, Bench, started
 from headway.bench.generate.work import Answer, make
-from headway.scheduler.config import ConfigError
+from headway.bench.pictures import drawn
 
 SOLO_SHARE = 4  # one at a time runs one in so many of the requests: its speed does not depend on how many
 WIDTH_PIPED = 160  # columns where there is no terminal to ask
@@ -40,18 +39,15 @@ def main(
     prompt: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of a prompt, up to 2048")] = "20:200",
     output: Annotated[str, typer.Option(metavar="LOW:HIGH", help="tokens of an answer")] = "16:96",
     rounds: Annotated[int, typer.Option(min=1, help="runs of each way")] = 3,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads each way may compute with")] = os.cpu_count() or 1,
+    threads: Threads = CORES,
     workers: Annotated[
         int, typer.Option(min=0, help="headway's worker processes, which share the threads; 0: one for each thread")
     ] = 0,
-    model: Annotated[str, typer.Option(help="a folder; empty: the packaged SmolLM2-135M")] = "",
+    model: Model = "",
     only: Annotated[str, typer.Option(help="ways to run, with commas; empty: all that are there")] = "",
-    vllm: Annotated[Path, typer.Option(envvar="HEADWAY_VLLM_VENV", help="a venv with vLLM's CPU build")] = PEERS
-    / "vllm",
-    hfserve: Annotated[
-        Path, typer.Option(envvar="HEADWAY_HFSERVE_VENV", help="a venv with transformers[serving]")
-    ] = PEERS / "hfserve",
-    seed: Annotated[int, typer.Option(help="of the requests")] = 11,
+    vllm: Vllm = PEERS / "vllm",
+    hfserve: Hfserve = PEERS / "hfserve",
+    seed: Seed = 11,
     extras: Annotated[bool, typer.Option(help="also the cost of a step and the long prompt")] = True,
     json: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.json"),
     plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("generate.png"),
@@ -69,8 +65,7 @@ def main(
         makers = bench.makers(vllm, hfserve, only)
         up = list(started(makers, found, progress, stack))
         if not up:
-            for name, why in found.skipped.items():
-                console.print(f"left out: {name}: {why}", markup=False)
+            report.show_skipped(found, console)
             raise typer.Exit(1)
         task = progress.add_task("measuring", total=rounds * len(levels) * len(up))
         alone: list[Answer] = []
@@ -95,11 +90,7 @@ def main(
     settings = {"threads": threads, "workers": workers, "requests": requests, "seed": seed, "rounds": rounds}
     json.write_bytes(report.as_json(found, settings | {"prompt": prompts, "output": outputs, "model": str(folder)}))
     console.print(f"written: {json}")
-    try:
-        report.draw(plot, found)
-        console.print(f"written: {plot}")
-    except ConfigError as error:
-        console.print(f"no plot: {error}", markup=False)
+    drawn(console, plot, lambda: report.draw(plot, found))
     raise typer.Exit(0 if all(aim.met for aim in report.targets(found)) else 1)
 
 

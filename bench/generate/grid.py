@@ -7,7 +7,6 @@ length, answers of one length, greedy. Shown are headway's tokens a second, and 
 """
 
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -21,11 +20,11 @@ from rich.progress import Progress
 from rich.table import Table
 
 from headway.bench.generate import ways
-from headway.bench.generate.options import folder_of, levels_of, range_of
-from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, STATIC, Found
+from headway.bench.generate.options import CORES, Hfserve, Model, Seed, Threads, Vllm, folder_of, levels_of, range_of
+from headway.bench.generate.report import CONTINUOUS, OURS, SOLO, STATIC, Found, show_skipped
 from headway.bench.generate.starting import PEERS, Bench, started
 from headway.bench.generate.work import Run, make
-from headway.scheduler.config import ConfigError
+from headway.bench.pictures import drawn
 
 TWICE_UP_TO = 8  # at once: then each runs two requests, one after the other
 WIDTH_PIPED = 160
@@ -45,15 +44,12 @@ def main(
     concurrency: Annotated[str, typer.Option(help="requests in flight, 1 to 64, with commas")] = "1,4,16,64",
     prompts: Annotated[str, typer.Option(help="tokens of a prompt, with commas")] = "16,128,512,2048",
     output: Annotated[int, typer.Option(min=2, help="tokens of an answer")] = 32,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads each way may compute with")] = os.cpu_count() or 1,
-    model: Annotated[str, typer.Option(help="a folder; empty: the packaged SmolLM2-135M")] = "",
+    threads: Threads = CORES,
+    model: Model = "",
     only: Annotated[str, typer.Option(help="ways to run, with commas")] = f"{OURS},{SOLO},{STATIC},{CONTINUOUS}",
-    vllm: Annotated[Path, typer.Option(envvar="HEADWAY_VLLM_VENV", help="a venv with vLLM's CPU build")] = PEERS
-    / "vllm",
-    hfserve: Annotated[
-        Path, typer.Option(envvar="HEADWAY_HFSERVE_VENV", help="a venv with transformers[serving]")
-    ] = PEERS / "hfserve",
-    seed: Annotated[int, typer.Option(help="of the requests")] = 11,
+    vllm: Vllm = PEERS / "vllm",
+    hfserve: Hfserve = PEERS / "hfserve",
+    seed: Seed = 11,
     json: Annotated[Path, typer.Option(metavar="FILE")] = Path("grid.json"),
     plot: Annotated[Path, typer.Option(metavar="FILE")] = Path("grid.png"),
 ) -> None:
@@ -79,19 +75,14 @@ def main(
                     progress.advance(task)
         except KeyboardInterrupt:
             console.print("interrupted: what was measured follows")
-    for name, why in found.skipped.items():
-        console.print(f"left out: {name}: {why}", markup=False)
+    show_skipped(found, console)
     if not cells:
         raise typer.Exit(1)
     for name in dict.fromkeys(cell.run.way for cell in cells):
         console.print(table_of(cells, name))
     json.write_bytes(msgspec.json.format(msgspec.json.encode({"threads": threads, "output": output, "cells": cells})))
     console.print(f"written: {json}")
-    try:
-        draw(plot, cells)
-        console.print(f"written: {plot}")
-    except ConfigError as error:
-        console.print(f"no plot: {error}", markup=False)
+    drawn(console, plot, lambda: draw(plot, cells))
 
 
 def speed(cells: Sequence[Cell], way: str, prompt: int, level: int) -> float:

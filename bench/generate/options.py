@@ -1,8 +1,18 @@
 """Options that the generation benches share, from text."""
 
+import os
 from pathlib import Path
+from typing import Annotated
 
 import typer
+
+CORES = os.cpu_count() or 1
+
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads each way may compute with")]
+Model = Annotated[str, typer.Option(help="a folder; empty: the packaged SmolLM2-135M")]
+Vllm = Annotated[Path, typer.Option(envvar="HEADWAY_VLLM_VENV", help="a venv with vLLM's CPU build")]
+Hfserve = Annotated[Path, typer.Option(envvar="HEADWAY_HFSERVE_VENV", help="a venv with transformers[serving]")]
+Seed = Annotated[int, typer.Option(help="of the requests")]
 
 
 def range_of(text: str) -> tuple[int, int]:

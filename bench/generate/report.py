@@ -99,13 +99,18 @@ def show(found: Found, console: Console) -> None:
             cells = (format(getattr(row, key), form) for _, key, form in COLUMNS)
             table.add_row(way, *cells, f"{ratios[way]:.2f}" if way in ratios and way != OURS else "")
         console.print(table)
-    for way, why in found.skipped.items():
-        console.print(f"left out: {way}: {why}")
+    show_skipped(found, console)
     if found.same[1]:
         console.print(f"{found.same[0]} of {found.same[1]} answers are those of the plain model one at a time")
     for aim in targets(found):
         sign = "at least" if aim.at_least else "at most"
         console.print(f"{'reached' if aim.met else 'MISSED '}  {aim.name}: {aim.reached:.2f} ({sign} {aim.limit:g})")
+
+
+def show_skipped(found: Found, console: Console) -> None:
+    """What did not run, and why."""
+    for way, why in found.skipped.items():
+        console.print(f"left out: {way}: {why}", markup=False)
 
 
 def as_json(found: Found, settings: Mapping[str, Any]) -> bytes:

@@ -27,8 +27,8 @@ from headway.bench.generate.work import Answer, Work, make
 from headway.bench.headline import load, report
 from headway.bench.headline.report import CLOSED, FIXED, OURS, SOLO, WAYS, Found, run_of
 from headway.bench.overhead import free_address
+from headway.bench.pictures import drawn
 from headway.scheduler import clock
-from headway.scheduler.config import ConfigError
 
 BASELINES = {SOLO: (1, 0.0), FIXED: (8, 100.0)}  # requests of a batch, and how long the oldest waits, ms
 SOLO_SHARE = 4  # in a closed loop one at a time runs one in so many requests: its speed does not depend on how many
@@ -137,11 +137,7 @@ def main(
     settings = {"threads": threads, "clients": clients, "prompt": prompts, "output": outputs, "solo_per_s": rate}
     json.write_bytes(report.as_json(found, settings | {"model": str(folder), "trace": trace, "seed": seed}))
     console.print(f"written: {json}")
-    try:
-        report.draw(plot, found)
-        console.print(f"written: {plot}")
-    except ConfigError as error:
-        console.print(f"no plot: {error}", markup=False)
+    drawn(console, plot, lambda: report.draw(plot, found))
     raise typer.Exit(0 if all(aim.met for aim in report.targets(found)) else 1)
 
 
