@@ -325,6 +325,8 @@ class Storm:
             return False
         if not all(books.members((model, kind)) for model, kind, _ in self.plan.services):
             return False
+        if any(machine.busy for machine in self.machines.values()):
+            return False  # one that registered anew may still die of what it had before
         fleets = [service.fleet for service in self.core.services.values()]
         return not any(fleet.long_running or any(w.running for w in fleet.workers.values()) for fleet in fleets)
 
