@@ -85,8 +85,8 @@ class ModelSpec(Frozen):
         Field(description="of the weights; auto: what the device suits"),
     ] = "auto"
     attention: Annotated[
-        Literal["auto", "flash_attention_2", "sdpa", "eager"],
-        Field(description="attention kernels; auto: flash_attention_2 where it can run, else sdpa"),
+        Literal["auto", "flash_attention_2", "paged", "sdpa", "eager"],
+        Field(description="kernels; auto: flash_attention_2 on a GPU and paged on a CPU where they can run, else sdpa"),
     ] = "auto"
     packing: Annotated[
         Literal["auto", "packed", "padded"],

@@ -67,14 +67,14 @@ def own_slots(span: Span) -> list[int]:
     return [span.pages[at // PAGE] * PAGE + at % PAGE for at in range(span.end)]
 
 
-@pytest.mark.parametrize("flash", [False, True])
-def test_a_plan_reads_only_its_own_slots(flash: bool) -> None:
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_plan_reads_only_its_own_slots(exact: bool) -> None:
     rng = random.Random(3)
     for _ in range(50):
         rows, chunks = spans(rng, rng.randint(0, 5), decode=True), spans(rng, rng.randint(0, 3), decode=False)
         if not rows and not chunks:
             continue
-        plan = Plan(rows, chunks, PAGE, CPU, flash=flash)
+        plan = Plan(rows, chunks, PAGE, CPU, exact=exact)
         write = [slot for span in [*rows, *chunks] for slot in own_slots(span)[span.start :]]
         assert plan.write.tolist() == write
         if plan.read is None:
@@ -83,9 +83,9 @@ def test_a_plan_reads_only_its_own_slots(flash: bool) -> None:
             continue
         read = []
         for block in plan.rectangles:
-            assert block.key_start == len(read) or flash
+            assert block.key_start == len(read) or exact
             for span in rows[block.start : block.end]:
-                padding = 0 if flash else block.width - span.end
+                padding = 0 if exact else block.width - span.end
                 read += own_slots(span) + own_slots(span)[:1] * padding
         assert plan.read.tolist() == read + [slot for span in chunks for slot in own_slots(span)]
 
@@ -96,7 +96,7 @@ def test_lengths_for_flash_are_cumulative() -> None:
         [Span([1, 2, 3], 4, [0, 2], False)],
         PAGE,
         CPU,
-        flash=True,
+        exact=True,
     )
     assert plan.queries_at.tolist() == [0, 1, 2, 5]
     assert plan.keys_at.tolist() == [0, 7, 8, 15]

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import attention, plan  # noqa: E402
+from headway.workers.generate import attention, paged, plan  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from headway.workers.generate.probe import NARROW, narrowed  # noqa: E402
 from headway.workers.generate.runner import NotPackableError, Runner  # noqa: E402
@@ -38,24 +38,31 @@ def family(name: str, **changes: Any) -> Any:
 def asked(**changes: Any) -> Patch:
     """An attention that hears something else than the layer says: None leaves it out."""
 
+    return heard(lambda features: features | {key: value for key, value in changes.items() if key in features})
+
+
+def heard(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     def patch(monkeypatch: pytest.MonkeyPatch) -> None:
-        right = attention.packed_sdpa
-
-        def wrong(*args: Any, **features: Any) -> Any:
-            return right(*args, **features | {key: value for key, value in changes.items() if key in features})
-
-        monkeypatch.setattr(attention, "packed_sdpa", wrong)
+        for name in ("packed_sdpa", "packed_paged"):
+            right = getattr(attention, name)
+            wrong = lambda *args, right=right, **features: right(*args, **change(features))  # noqa: E731
+            monkeypatch.setattr(attention, name, wrong)
 
     return patch
 
 
-def window_plus_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = attention.packed_sdpa
+window_plus_one = heard(lambda features: features | {"sliding_window": features["sliding_window"] + 1})
 
-    def wrong(*args: Any, **features: Any) -> Any:
-        return right(*args, **features | {"sliding_window": features["sliding_window"] + 1})
 
-    monkeypatch.setattr(attention, "packed_sdpa", wrong)
+def the_first_ones_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel reads the slots of whoever is first in the step."""
+    right = paged.Tables.__init__
+
+    def wrong(self: paged.Tables, of: plan.Plan) -> None:
+        right(self, of)
+        self.spans[:, 2] = 0
+
+    monkeypatch.setattr(paged.Tables, "__init__", wrong)
 
 
 def everything_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,16 +102,22 @@ MISTAKES: dict[str, tuple[str, dict[str, Any], Patch]] = {
     "a chunk sees what comes after": ("Llama", {}, everything_seen),
     "a row sees its padding": ("Llama", {}, one_slot_too_many),
     "a chunk reads another request": ("Llama", {}, a_neighbours_page),
+    "the kernel reads another request": ("Llama", {}, the_first_ones_slots),
 }
+OF_RECTANGLES = ("a chunk sees what comes after", "a row sees its padding", "a chunk reads another request")
+OF_PAGED = ("the kernel reads another request",)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_attention_is_refused(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, patch = MISTAKES[mistake]
-    start(family(name, **changes))  # without the mistake it is served
+    if mistake in OF_PAGED and (missing := paged.missing()):
+        pytest.skip(f"no kernel: {missing}")
+    form = "sdpa" if mistake in OF_RECTANGLES else "paged" if mistake in OF_PAGED else "auto"
+    start(family(name, **changes), attention=form)  # without the mistake it is served
     patch(monkeypatch)
     with pytest.raises(NotPackableError, match=r"its logits differ from its own \(relative error"):
-        start(family(name, **changes))
+        start(family(name, **changes), attention=form)
 
 
 def test_a_window_that_only_the_models_mask_knows_is_found_out() -> None:

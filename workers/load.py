@@ -226,6 +226,8 @@ def _weights(spec: ModelSpec, source: str, kind: str, dtype: Any) -> tuple[Any, 
         "use_safetensors": None if spec.allow_pickle else True,  # None: safetensors where there are some
         "ignore_mismatched_sizes": True,  # so that they are reported, by name, with the others
     }
+    if kind != "generate" and spec.attention == "paged":
+        raise LoadError(f"attention: paged is for generation; set attention: auto for engine: {spec.engine}")
     if kind != "generate" and spec.attention != "auto":  # the generate engine brings its own attention
         options["attn_implementation"] = spec.attention
     try:

@@ -2,9 +2,10 @@
 
 Registered with Transformers under NAME. A name without a mask function makes models build no mask at all; what a token
 may see is decided here, from the plan of the step that runs (`planned`: a context variable, because some models pass
-nothing on to their attention). Three ways of computing the same thing: FlashAttention-2 varlen, SDPA (decode rows as
-one rectangle, chunks one by one), and plain matrix products for what neither can express (attention sinks, soft-capped
-scores) or where `eager` was asked for. A layer that asks for anything else is refused: it would be left out in silence.
+nothing on to their attention). Four ways of computing the same thing: FlashAttention-2 varlen; a kernel that reads
+pages in place (`paged`); SDPA (decode rows as one rectangle, chunks one by one); and plain matrix products for what
+none of them can express (attention sinks, soft-capped scores) or where `eager` was asked for. A layer that asks for
+anything else is refused: it would be left out in silence.
 """
 
 from contextvars import ContextVar
@@ -14,12 +15,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from transformers import AttentionInterface
 
+from headway.workers.generate import paged
 from headway.workers.generate.plan import Plan
 from headway.workers.generate.probe import CannotError
 
 NAME = "headway_packed"
 FLASH_NAME = "headway_packed_varlen"  # a name with "flash" in it is taken for a kernel of the hub
 EAGER_NAME = "headway_packed_eager"
+PAGED_NAME = "headway_packed_paged"
 
 HONOURED = {"sliding_window", "s_aux", "softcap"}  # what a layer may ask for beside a scale
 HARMLESS = {"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"}  # says nothing here
@@ -99,11 +102,27 @@ def packed_flash(
     return out[None, ..., :width], None
 
 
+def packed_paged(
+    _module: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attention_mask: Any,
+    scaling: float | None = None,
+    **features: Any,
+) -> tuple[Any, None]:
+    """As `packed_sdpa`, in one call of a kernel that reads keys and values in their pages."""
+    plan = _checked(attention_mask, features)
+    window, sinks, softcap = features.get("sliding_window") or 0, features.get("s_aux"), features.get("softcap")
+    return paged.attend(plan, query, key, value, scaling, window, sinks, softcap), None
+
+
 def register() -> None:
-    """Make the three functions known to Transformers. Doing it again changes nothing."""
+    """Make the four functions known to Transformers. Doing it again changes nothing."""
     AttentionInterface.register(NAME, packed_sdpa)
     AttentionInterface.register(EAGER_NAME, packed_eager)
     AttentionInterface.register(FLASH_NAME, packed_flash)
+    AttentionInterface.register(PAGED_NAME, packed_paged)
 
 
 def _checked(attention_mask: Any, features: dict[str, Any]) -> Plan:

@@ -55,7 +55,8 @@ class GenerateEngine:
         rng = rng or random.Random()
         started = clock.now_ns()
         self._routing = watch(loaded.model, loaded.device, **placement_of(spec))  # of the model as it came
-        self._runner = Runner(loaded, spec.attention)
+        own = spec.kv_dtype in ("auto", str(loaded.dtype).removeprefix("torch."))
+        self._runner = Runner(loaded, spec.attention, stored=own)
         self._page_tokens = spec.page_tokens
         self._room = room_of(spec, loaded, self._runner)
         self._cache = self._room.cache

@@ -339,6 +339,8 @@ class PaddedEngine:
 
 
 def _set_attention(spec: ModelSpec, loaded: Loaded) -> None:
+    if spec.attention == "paged":
+        raise LoadError("attention: paged needs pages, and this model runs without; set attention: auto")
     if spec.attention == "auto":
         return
     try:

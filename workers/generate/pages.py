@@ -130,6 +130,9 @@ class PagedCache(Cache):
         keys, values = self.keys[layer_idx], self.values[layer_idx]
         keys.index_copy_(0, plan.write, key_states[0].transpose(0, 1))
         values.index_copy_(0, plan.write, value_states[0].transpose(0, 1))
+        if plan.in_place:
+            plan.reached = (key_states, keys, values)
+            return key_states, value_states
         if plan.read is None:  # only whole prompts: nothing older to read
             return key_states, value_states
         read_keys = keys.index_select(0, plan.read).transpose(0, 1)[None]

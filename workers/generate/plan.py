@@ -65,17 +65,27 @@ class Chunk(NamedTuple):
 class Plan:
     """One step, ready for the model. Made from the decoding spans (one token each) and the prefilling ones, in order.
 
-    `flash`: read slots exactly, request after request, with cumulative lengths, as FlashAttention's varlen form wants
-    them, instead of padded rectangles.
+    `exact`: read slots exactly, request after request, with cumulative lengths, as FlashAttention's varlen form wants
+    them, instead of padded rectangles. `in_place`: exactly, and by whoever computes attention, not by the cache.
     """
 
     def __init__(
-        self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int, device: Any, *, flash: bool = False
+        self,
+        decode: Sequence[Span],
+        prefill: Sequence[Span],
+        page_tokens: int,
+        device: Any,
+        *,
+        exact: bool = False,
+        in_place: bool = False,
     ) -> None:
+        exact = exact or in_place
         self.rows = len(decode)
-        self.flash = flash
+        self.in_place = in_place
         self.device = device
         self.layers = 0  # attention calls seen: proof of what ran
+        self.tables: Any = None  # in place: what the kernel makes of this
+        self.reached: tuple[Any, Any, Any] = (None, None, None)  # in place: the keys given last, and where all lie
         spans = [*decode, *prefill]
         self.tokens = sum(len(span.ids) for span in spans)
         self._ends = [span.end for span in decode]
@@ -83,18 +93,19 @@ class Plan:
         write: list[Any] = []
         read: list[Any] = []
         for block in self.rectangles:
-            _fill(block, decode[block.start : block.end], page_tokens, write, read, exact=flash)
+            _fill(block, decode[block.start : block.end], page_tokens, write, read, exact=exact)
         self.chunks = self._add_chunks(prefill, page_tokens, write, read)
         self.ids = torch.tensor([[token for span in spans for token in span.ids]], device=device)
         positions = [position for span in spans for position in range(span.start, span.end)]
         self.positions = torch.tensor([positions], device=device)
         self.write = torch.cat(write).to(device)
-        needs_read = bool(decode) or any(span.start for span in prefill)
+        needs_read = in_place or bool(decode) or any(span.start for span in prefill)
         self.read = torch.cat(read).to(device) if needs_read else None
         self.lasts = torch.tensor(_lasts(spans), device=device)
         self._masks: dict[tuple[int, int], Any] = {}
-        if flash:
-            self._add_lengths(spans)
+        self.lengths = [(len(span.ids), span.end) for span in spans]  # of each: tokens here, tokens in all
+        if exact:
+            self._add_lengths()
 
     def _add_chunks(self, prefill: Sequence[Span], page_tokens: int, write: list[Any], read: list[Any]) -> list[Chunk]:
         chunks = []
@@ -107,8 +118,8 @@ class Plan:
             at, key_at = at + len(span.ids), key_at + span.end
         return chunks
 
-    def _add_lengths(self, spans: Sequence[Span]) -> None:
-        queries, keys = [len(span.ids) for span in spans], [span.end for span in spans]
+    def _add_lengths(self) -> None:
+        queries, keys = zip(*self.lengths, strict=True)
         self.queries_max, self.keys_max = max(queries), max(keys)
         as_tensor = lambda counts: torch.tensor([0, *counts]).cumsum(0).to(torch.int32).to(self.device)  # noqa: E731
         self.queries_at, self.keys_at = as_tensor(queries), as_tensor(keys)

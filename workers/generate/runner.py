@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from headway.scheduler import clock
-from headway.workers.generate import attention
+from headway.workers.generate import attention, paged
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan, Span
 from headway.workers.generate.probe import Probe, check_kept, probes, reason
@@ -29,6 +29,7 @@ NAMES = {
     "sdpa": attention.NAME,
     "eager": attention.EAGER_NAME,
     "flash_attention_2": attention.FLASH_NAME,
+    "paged": attention.PAGED_NAME,
 }
 PROBE_PAGE = 4
 WARM_ROWS, WARM_TOKENS = 8, 64  # the two larger steps that are timed beside a step of one token
@@ -45,11 +46,13 @@ class NotPackableError(LoadError):
 class Runner:
     """Runs plans on `loaded.model`. `attention` is the kind that is active, as checked.
 
-    `asked`: auto, or a key of NAMES. Auto takes FlashAttention-2 where it is installed, on CUDA and in half precision,
-    and SDPA otherwise. Raises NotPackableError if the model cannot be run packed; it is then as it was.
+    `asked`: auto, or a key of NAMES. Auto takes FlashAttention-2 where it is installed, on CUDA and in half precision;
+    the kernel that reads pages in place where a compiler is, on a CPU in float32, if keys and values are `stored` as
+    they are computed; and SDPA otherwise. Raises NotPackableError if the model cannot be run packed; it is then as it
+    was.
     """
 
-    def __init__(self, loaded: Loaded, asked: str = "auto") -> None:
+    def __init__(self, loaded: Loaded, asked: str = "auto", *, stored: bool = True) -> None:
         self.model = loaded.model
         self.device = loaded.device
         parameters = inspect.signature(self.model.forward).parameters
@@ -58,18 +61,15 @@ class Runner:
         attention.register()
         check_kept(loaded)
         checks = probes(loaded)
-        self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded), checks, loaded)
+        self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded, stored), checks, loaded)
         self.weights = packed_if_right(self.model, lambda: self._verify(checks[0]))
 
     def __repr__(self) -> str:
         return f"<Runner {type(self.model).__name__}, packed {self.attention}>"
 
-    @property
-    def flash(self) -> bool:
-        return self.attention == "flash_attention_2"
-
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int) -> Plan:
-        return Plan(decode, prefill, page_tokens, self.device, flash=self.flash)
+        exact, in_place = self.attention == "flash_attention_2", self.attention == "paged"
+        return Plan(decode, prefill, page_tokens, self.device, exact=exact, in_place=in_place)
 
     def run(self, plan: Plan, cache: PagedCache) -> Any:
         """One forward: logits [rows that end here, vocabulary], in the plan's order."""
@@ -153,17 +153,26 @@ class Runner:
         return cache
 
 
-def _kinds(asked: str, loaded: Loaded) -> list[str]:
+def _kinds(asked: str, loaded: Loaded, stored: bool) -> list[str]:
     """What to try, in order."""
+    cuda, cpu, full = loaded.device.type == "cuda", loaded.device.type == "cpu", loaded.dtype == torch.float32
     installed = importlib.util.find_spec("flash_attn") is not None
-    possible = installed and loaded.device.type == "cuda" and loaded.dtype != torch.float32
+    flash = cuda and installed and not full
+    suited = cpu and full and stored
+    missing = paged.missing() if suited and asked in ("auto", "paged") else ""
     if asked == "auto":
-        if loaded.device.type == "cuda" and not installed:
+        if cuda and not installed:
             log.warning("flash_attn is not installed (pip install 'headway[flash]'): attention runs on SDPA")
-        return ["flash_attention_2", "sdpa"] if possible else ["sdpa"]
-    if asked == "flash_attention_2" and not possible:
+        if missing:
+            log.warning("attention runs on SDPA, which is slower than reading pages in place: %s", missing)
+        first = ["flash_attention_2"] if flash else ["paged"] if suited and not missing else []
+        return [*first, "sdpa"]
+    if asked == "flash_attention_2" and not flash:
         raise LoadError(
             "attention: flash_attention_2 needs CUDA, half precision and the package flash_attn "
             "(pip install 'headway[flash]'); or set attention: sdpa"
         )
+    if asked == "paged" and (missing or not suited):
+        needs = missing or "it needs a CPU, dtype: float32 and a kv_dtype of the same"
+        raise LoadError(f"attention: paged cannot be had: {needs}; or set attention: auto")
     return [asked]

@@ -1,0 +1,249 @@
+// Attention over paged keys and values, float32: each request's queries read its own slots, where they lie.
+//
+// What calls it is in paged.py. The sums are those of FlashAttention (Dao et
+// al., 2022): blocks of keys, a running maximum and a running sum for each row. A row is one query of one head; rows
+// whose heads share keys are computed together, so that each key is fetched once. The order of additions for a row
+// depends on nothing but its own request.
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define KEYS 64      // keys of a block: scores of one row are four vectors
+#define ROWS 32      // of a task at most: scores, sums and turned keys stay in the first cache
+#define TURN 16      // rows from which on it pays to turn a block of keys, so that products need no sum across lanes
+#define HIDDEN -1e30f
+
+typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+#define inlined static inline __attribute__((always_inline))
+
+typedef struct {
+    const float *query, *keys, *values;
+    float *out;
+    const int64_t *slots;            // read, request after request
+    const int64_t *spans;            // of each: first query, queries, first of its slots, slots
+    int64_t query_head, query_token; // strides, in floats
+    int64_t heads, groups, key_width, value_width, window;
+    float scale;
+} Call;
+
+inlined vec all(float x) { return x - (vec){}; }
+
+inlined vec where(ivec yes, vec a, vec b) { return (vec)(((ivec)a & yes) | ((ivec)b & ~yes)); }
+
+inlined float sum_of(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] += x[i + half];
+    return x[0];
+}
+
+inlined float max_of(vec x) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int i = 0; i < half; i++) x[i] = x[i] > x[i + half] ? x[i] : x[i + half];
+    return x[0];
+}
+
+// e to the x, for x at most 0; 0 below -87. Cephes' polynomial.
+inlined vec exp_of(vec x) {
+    x = where(x < -87.0f, all(-87.0f), x);
+    vec shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    return p * (vec)(((ivec)shifted + 127) << 23);
+}
+
+// Sums of 16 vectors, one in each lane: halves, quarters, pairs and lanes of two vectors become one vector's.
+#define FROM(s, l) (((l) & ~(2 * s - 1)) + (l) % s + ((l) / s % 2 ? LANES : 0))
+#define LANES_FROM(s, o) \
+    FROM(s, 0) + o, FROM(s, 1) + o, FROM(s, 2) + o, FROM(s, 3) + o, FROM(s, 4) + o, FROM(s, 5) + o, FROM(s, 6) + o, \
+    FROM(s, 7) + o, FROM(s, 8) + o, FROM(s, 9) + o, FROM(s, 10) + o, FROM(s, 11) + o, FROM(s, 12) + o, \
+    FROM(s, 13) + o, FROM(s, 14) + o, FROM(s, 15) + o
+#define FOLD(s) \
+    for (int i = 0; i < s; i++) \
+        x[i] = __builtin_shufflevector(x[i], x[i + s], LANES_FROM(s, 0)) + \
+               __builtin_shufflevector(x[i], x[i + s], LANES_FROM(s, s));
+inlined vec sums_of(vec *x) {
+    FOLD(8) FOLD(4) FOLD(2) FOLD(1)
+    return x[0];
+}
+
+// scores[key] of `count` keys, each of W floats, for one row. `keys` has entries up to a multiple of LANES.
+inlined void by_row(int W, const float *query, const float *const *keys, int count, float *scores) {
+    for (int at = 0; at < count; at += LANES) {
+        vec parts[LANES];
+        for (int j = 0; j < LANES; j++) {
+            parts[j] = *(const vec *)query * *(const vec *)keys[at + j];
+            for (int w = LANES; w < W; w += LANES)
+                parts[j] += *(const vec *)(query + w) * *(const vec *)(keys[at + j] + w);
+        }
+        *(vec *)(scores + at) = sums_of(parts);
+    }
+}
+
+// the same of a block that is turned: [W][KEYS]
+inlined void by_columns(int R, int W, const float *query, const float *turned, float *scores) {
+    vec sums[R][KEYS / LANES];
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < KEYS / LANES; v++) sums[r][v] = (vec){};
+    for (int w = 0; w < W; w++)
+        for (int v = 0; v < KEYS / LANES; v++) {
+            vec key = *(const vec *)(turned + w * KEYS + v * LANES);
+            for (int r = 0; r < R; r++) sums[r][v] += query[r * W + w] * key;
+        }
+    for (int r = 0; r < R; r++)
+        for (int v = 0; v < KEYS / LANES; v++) *(vec *)(scores + r * KEYS + v * LANES) = sums[r][v];
+}
+
+// sums[row] += weights[row][key] * value, for R rows
+inlined void add_values(int R, int W, const float *weights, const float *const *values, int count, float *sums) {
+    for (int w = 0; w < W; w += 4 * LANES) {
+        int vecs = W - w < 4 * LANES ? (W - w) / LANES : 4;
+        vec part[R][4];
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < vecs; v++) part[r][v] = *(const vec *)(sums + r * W + w + v * LANES);
+        for (int j = 0; j < count; j++)
+            for (int v = 0; v < vecs; v++) {
+                vec value = *(const vec *)(values[j] + w + v * LANES);
+                for (int r = 0; r < R; r++) part[r][v] += weights[r * KEYS + j] * value;
+            }
+        for (int r = 0; r < R; r++)
+            for (int v = 0; v < vecs; v++) *(vec *)(sums + r * W + w + v * LANES) = part[r][v];
+    }
+}
+
+// Ask for the keys and values of slots [from, to), for all groups: they lie side by side, and the next block's are on
+// their way while this one is computed. Worth it for a lone query only: more have enough to do.
+inlined void fetch(const Call *call, const int64_t *slots, int64_t from, int64_t to) {
+    int64_t keys = call->groups * call->key_width, values = call->groups * call->value_width;
+    for (int64_t j = from; j < to; j++) {
+        for (int64_t w = 0; w < keys; w += LANES) __builtin_prefetch(call->keys + slots[j] * keys + w, 0, 2);
+        for (int64_t w = 0; w < values; w += LANES) __builtin_prefetch(call->values + slots[j] * values + w, 0, 2);
+    }
+}
+
+#define STRIPS(R, CALL) \
+    switch (R) { \
+    case 1: { enum { N = 1 }; CALL; break; } \
+    case 2: { enum { N = 2 }; CALL; break; } \
+    case 3: { enum { N = 3 }; CALL; break; } \
+    default: { enum { N = 4 }; CALL; break; } \
+    }
+
+// Queries [first, first + count) of a span, for the heads of one group. W and V: widths in whole vectors.
+inlined void task(const Call *call, int W, int V, const int64_t *span, int group, int64_t first, int count) {
+    int share = call->heads / call->groups, rows = share * count;
+    int64_t kw = call->key_width, vw = call->value_width, total = span[3];
+    int64_t position = total - span[1] + first; // of the first query
+    const int64_t *slots = call->slots + span[2];
+    float query[ROWS * W], sums[ROWS * V], scores[ROWS * KEYS], top[ROWS], weight[ROWS];
+    float key_block[W * KEYS], value_block[V == vw ? 1 : V * KEYS];
+    const float *keys[KEYS], *values[KEYS];
+    memset(sums, 0, sizeof sums);
+    if (W != kw) {
+        memset(query, 0, sizeof query);
+        memset(key_block, 0, sizeof key_block);
+    }
+    if (V != vw) memset(value_block, 0, sizeof value_block);
+    for (int q = 0; q < count; q++)
+        for (int h = 0; h < share; h++) {
+            const float *from = call->query + (group * share + h) * call->query_head +
+                                (span[0] + first + q) * call->query_token;
+            float *to = query + (q * share + h) * W;
+            for (int w = 0; w < kw; w++) to[w] = from[w] * call->scale;
+        }
+    for (int r = 0; r < rows; r++) top[r] = HIDDEN, weight[r] = 0;
+
+    int64_t begin = call->window && position >= call->window ? position - call->window + 1 : 0;
+    int64_t end = position + count; // the last query sees itself
+    for (int64_t at = begin; at < end; at += KEYS) {
+        int n = end - at < KEYS ? end - at : KEYS;
+        if (group == 0 && count == 1)
+            fetch(call, slots, at == begin ? at : at + KEYS, at + 2 * KEYS < end ? at + 2 * KEYS : end);
+        for (int j = 0; j < n; j++) {
+            keys[j] = call->keys + (slots[at + j] * call->groups + group) * kw;
+            values[j] = call->values + (slots[at + j] * call->groups + group) * vw;
+        }
+        if (V != vw)
+            for (int j = 0; j < n; j++) values[j] = memcpy(value_block + j * V, values[j], vw * sizeof(float));
+        if (rows >= TURN) {
+            for (int j = 0; j < n; j++)
+                for (int w = 0; w < kw; w++) key_block[w * KEYS + j] = keys[j][w];
+            for (int j = n; j < KEYS; j++)
+                for (int w = 0; w < kw; w++) key_block[w * KEYS + j] = 0;
+            for (int r = 0; r < rows; r += 4)
+                STRIPS(rows - r, by_columns(N, W, query + r * W, key_block, scores + r * KEYS))
+        } else {
+            if (W != kw)
+                for (int j = 0; j < n; j++) keys[j] = memcpy(key_block + j * W, keys[j], kw * sizeof(float));
+            for (int j = n; j % LANES; j++) keys[j] = keys[n - 1];
+            for (int r = 0; r < rows; r++) by_row(W, query + r * W, keys, n, scores + r * KEYS);
+        }
+        for (int r = 0; r < rows; r++) {
+            float *score = scores + r * KEYS;
+            int64_t sees = position + r / share + 1 - at; // keys of this block before that
+            int to = sees < n ? sees : n, from = 0;
+            if (call->window && sees - call->window > 0) from = sees - call->window;
+            for (int j = 0; j < from && j < KEYS; j++) score[j] = HIDDEN;
+            for (int j = to < 0 ? 0 : to; j < KEYS; j++) score[j] = HIDDEN;
+            if (to <= from) {
+                memset(score, 0, KEYS * sizeof(float));
+                continue;
+            }
+            vec most = *(vec *)score;
+            for (int v = 1; v < KEYS / LANES; v++) {
+                vec x = *(vec *)(score + v * LANES);
+                most = where(x > most, x, most);
+            }
+            float highest = max_of(most);
+            if (highest > top[r] || top[r] == HIDDEN) {
+                float shrink = exp_of(all(top[r] - highest))[0];
+                for (int w = 0; w < V; w += LANES) *(vec *)(sums + r * V + w) *= shrink;
+                weight[r] *= shrink;
+                top[r] = highest;
+            }
+            vec added = {};
+            for (int v = 0; v < KEYS / LANES; v++) {
+                vec x = *(vec *)(score + v * LANES), e = exp_of(x - top[r]);
+                e = where(x == HIDDEN, (vec){}, e);
+                *(vec *)(score + v * LANES) = e;
+                added += e;
+            }
+            weight[r] += sum_of(added);
+        }
+        for (int r = 0; r < rows; r += 4)
+            STRIPS(rows - r, add_values(N, V, scores + r * KEYS, values, n, sums + r * V))
+    }
+    for (int q = 0; q < count; q++)
+        for (int h = 0; h < share; h++) {
+            int r = q * share + h;
+            float *to = call->out + ((span[0] + first + q) * call->heads + group * share + h) * vw;
+            for (int w = 0; w < vw; w++) to[w] = sums[r * V + w] / weight[r];
+        }
+}
+
+#define TASK(NAME, W, V) \
+    static __attribute__((noinline)) void NAME( \
+        const Call *call, const int64_t *span, int group, int64_t first, int count) { \
+        task(call, W, V, span, group, first, count); \
+    }
+#define WHOLE(WIDTH) (int)((WIDTH + LANES - 1) / LANES * LANES)
+TASK(task_64, 64, 64)
+TASK(task_128, 128, 128)
+TASK(task_any, WHOLE(call->key_width), WHOLE(call->value_width))
+
+// `tasks` [count, 3]: a span, the first of its queries that the task is for, and how many.
+void headway_attend(const Call *call, const int64_t *tasks, int64_t count, int threads) {
+    int64_t width = call->key_width == call->value_width ? call->key_width : 0;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
+    for (int64_t i = 0; i < count; i++) {
+        const int64_t *one = tasks + 3 * i, *span = call->spans + 4 * one[0];
+        for (int group = 0; group < call->groups; group++)
+            (width == 64 ? task_64 : width == 128 ? task_128 : task_any)(call, span, group, one[1], (int)one[2]);
+    }
+}

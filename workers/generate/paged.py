@@ -1,0 +1,116 @@
+"""Attention on a CPU that reads keys and values where they lie: no gathering, no padding, no mask (`paged.c`).
+
+Gathering the keys and values of a step costs as much memory traffic as attention itself, and the CPU's attention
+kernels are made for many queries: with 16 decode rows of 200 tokens this takes a quarter of the time of both. It needs
+a C compiler once (`compiled`), float32, and a cache that stores what the model computes; attention sinks and
+soft-capped scores are left to the other ways. Like them it is chosen only if it answers as the model itself does.
+"""
+
+import ctypes
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headway.workers.generate.compiled import CannotCompileError, library
+from headway.workers.generate.plan import Plan
+from headway.workers.generate.probe import CannotError
+
+SOURCE = Path(__file__).with_name("paged.c")
+ROWS = 32  # of a task at most; as in the source
+WIDTH_MAX = 512  # of a head: what a task has on its stack grows with it
+
+_POINTERS = ("query", "keys", "values", "out", "slots", "spans")
+_NUMBERS = ("query_head", "query_token", "heads", "groups", "key_width", "value_width", "window")
+
+
+class _Call(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in _POINTERS),
+        *((name, ctypes.c_int64) for name in _NUMBERS),
+        ("scale", ctypes.c_float),
+    )
+
+
+class Tables:
+    """What the kernel needs to know of a step that is the same in all layers."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._lengths = plan.lengths
+        self.slots = plan.read
+        rows, query, slot = [], 0, 0
+        for count, end in self._lengths:
+            rows.append((query, count, slot, end))
+            query, slot = query + count, slot + end
+        self.spans = torch.tensor(rows)
+        self._tasks: dict[int, Any] = {}
+
+    def tasks(self, share: int) -> Any:
+        """[tasks, 3]: span, first query in it, queries; so many that with `share` heads a group they are ROWS at most.
+        What reads most comes first, so that the threads end together."""
+        if share not in self._tasks:
+            self._tasks[share] = torch.tensor(_cut(self._lengths, ROWS // share))
+        return self._tasks[share]
+
+
+def attend(
+    plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, sinks: Any, softcap: Any
+) -> Any:
+    """`query` [1, heads, T, width], `key` and `value` as the cache gave them -> [1, T, heads, value width].
+
+    Raises CannotError for what the kernel cannot do.
+    """
+    given, keys, values = plan.reached
+    if key is not given:
+        raise CannotError("its attention gets other keys than the cache gave")
+    if sinks is not None or softcap:
+        raise CannotError("its attention has sinks or soft-capped scores")
+    heads, tokens, width = query.shape[1:]
+    groups, value_width = value.shape[1], value.shape[3]
+    share, left = divmod(heads, groups)
+    if left or share > ROWS or max(width, value_width) > WIDTH_MAX:
+        raise CannotError(f"{heads} heads of {width} on {groups} groups are not what the kernel is made for")
+    if not query.dtype == keys.dtype == values.dtype == torch.float32 or query.device.type != "cpu":
+        raise CannotError("the kernel computes in float32, on a CPU")
+    if query.stride(3) != 1:
+        query = query.contiguous()
+    if plan.tables is None:
+        plan.tables = Tables(plan)
+    tables, tasks = plan.tables, plan.tables.tasks(share)
+    out = query.new_empty((1, tokens, heads, value_width))
+    call = _Call(
+        *(tensor.data_ptr() for tensor in (query, keys, values, out, tables.slots, tables.spans)),
+        *(query.stride(1), query.stride(2), heads, groups, width, value_width, window),
+        width**-0.5 if scaling is None else scaling,
+    )
+    _kernel()(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
+    return out
+
+
+def missing() -> str:
+    """Why there is no kernel on this machine, or nothing."""
+    try:
+        _kernel()
+    except CannotCompileError as error:
+        return str(error)
+    return ""
+
+
+@cache
+def _kernel() -> Any:
+    kernel = library(SOURCE).headway_attend
+    kernel.argtypes = (ctypes.POINTER(_Call), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    kernel.restype = None
+    return kernel
+
+
+def _cut(lengths: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
+    """Spans of (queries, slots) in pieces of `most` queries."""
+    pieces = [
+        ((end - count + min(first + most, count)) * min(most, count - first), (at, first, min(most, count - first)))
+        for at, (count, end) in enumerate(lengths)
+        for first in range(0, count, most)
+    ]
+    return [piece for _, piece in sorted(pieces, key=lambda one: -one[0])]
