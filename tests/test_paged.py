@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
-from headway.workers.generate import compiled, paged  # noqa: E402
+from headway.workers.generate import compiled, kernels, paged  # noqa: E402
 from headway.workers.generate.compiled import CannotCompileError, library  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from headway.workers.generate.padded import PaddedEngine  # noqa: E402
@@ -19,7 +19,7 @@ from headway.workers.generate.probe import CannotError  # noqa: E402
 from headway.workers.load import LoadError, load_model  # noqa: E402
 from tests import torch_models as tiny  # noqa: E402
 
-pytestmark = pytest.mark.skipif(bool(paged.missing()), reason=f"no kernel: {paged.missing()}")
+pytestmark = pytest.mark.skipif(bool(kernels.missing()), reason=f"no kernel: {kernels.missing()}")
 
 PAGE, PAGES = 8, 120
 SHAPES = {  # heads, groups, width, value width, window
@@ -149,14 +149,14 @@ def test_without_a_compiler_sdpa_computes_and_the_log_says_so(
 ) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     library.cache_clear()
-    paged._kernel.cache_clear()
+    kernels.kernel.cache_clear()
     try:
         subject = GenerateEngine(ModelSpec(kv_mib=4), tiny.loaded(tiny.model("llama")))
         assert subject.card.facts["attention"] == "packed sdpa"
         assert "there is no C compiler (no-such-compiler); install gcc 12 or clang, or set CC" in caplog.text
     finally:
         library.cache_clear()
-        paged._kernel.cache_clear()
+        kernels.kernel.cache_clear()
 
 
 def test_a_source_that_does_not_compile_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode  # noqa: E402
 
 from headway.scheduler.spec import ModelSpec  # noqa: E402
 from headway.scheduler.wire import Params  # noqa: E402
-from headway.workers.generate import attention, paged, plan  # noqa: E402
+from headway.workers.generate import attention, kernels, paged, plan  # noqa: E402
 from headway.workers.generate.engine import GenerateEngine  # noqa: E402
 from headway.workers.generate.probe import NARROW, narrowed  # noqa: E402
 from headway.workers.generate.runner import NotPackableError, Runner  # noqa: E402
@@ -111,7 +111,7 @@ OF_PAGED = ("the kernel reads another request",)
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_wrong_attention_is_refused(mistake: str, monkeypatch: pytest.MonkeyPatch) -> None:
     name, changes, patch = MISTAKES[mistake]
-    if mistake in OF_PAGED and (missing := paged.missing()):
+    if mistake in OF_PAGED and (missing := kernels.missing()):
         pytest.skip(f"no kernel: {missing}")
     form = "sdpa" if mistake in OF_RECTANGLES else "paged" if mistake in OF_PAGED else "auto"
     start(family(name, **changes), attention=form)  # without the mistake it is served

@@ -304,6 +304,7 @@ class GenerateEngine:
             | {
                 "generation": "packed",
                 "attention": f"packed {self._runner.attention}",
+                "forward": "traced" if self._runner.traced else "the model's own",
             }
         )
         facts |= {"prefix_sharing": self._spec.prefix_sharing, "canary": "on" if self._spec.canary else "off"}

@@ -1,4 +1,4 @@
-"""Attention on a CPU that reads keys and values where they lie: no gathering, no padding, no mask (`paged.c`).
+"""Attention on a CPU that reads keys and values where they lie: no gathering, no padding, no mask (`kernels.c`).
 
 Gathering the keys and values of a step costs as much memory traffic as attention itself, and the CPU's attention
 kernels are made for many queries: with 16 decode rows of 200 tokens this takes a quarter of the time of both. It needs
@@ -8,17 +8,14 @@ soft-capped scores are left to the other ways. Like them it is chosen only if it
 
 import ctypes
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from headway.workers.generate.compiled import CannotCompileError, library
+from headway.workers.generate.kernels import kernel
 from headway.workers.generate.plan import Plan
 from headway.workers.generate.probe import CannotError
 
-SOURCE = Path(__file__).with_name("paged.c")
 ROWS = 32  # of a task at most; as in the source
 WIDTH_MAX = 512  # of a head: what a task has on its stack grows with it
 
@@ -85,25 +82,8 @@ def attend(
         *(query.stride(1), query.stride(2), heads, groups, width, value_width, window),
         width**-0.5 if scaling is None else scaling,
     )
-    _kernel()(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
+    kernel("headway_attend")(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
     return out
-
-
-def missing() -> str:
-    """Why there is no kernel on this machine, or nothing."""
-    try:
-        _kernel()
-    except CannotCompileError as error:
-        return str(error)
-    return ""
-
-
-@cache
-def _kernel() -> Any:
-    kernel = library(SOURCE).headway_attend
-    kernel.argtypes = (ctypes.POINTER(_Call), ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
-    kernel.restype = None
-    return kernel
 
 
 def _cut(lengths: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:

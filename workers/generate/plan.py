@@ -84,6 +84,7 @@ class Plan:
         self.in_place = in_place
         self.device = device
         self.layers = 0  # attention calls seen: proof of what ran
+        self.cache: Any = None  # of the step that runs
         self.tables: Any = None  # in place: what the kernel makes of this
         self.reached: tuple[Any, Any, Any] = (None, None, None)  # in place: the keys given last, and where all lie
         spans = [*decode, *prefill]

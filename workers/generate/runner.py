@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from headway.scheduler import clock
-from headway.workers.generate import attention, paged
+from headway.workers.generate import attention, kernels
+from headway.workers.generate.flat import Flat
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan, Span
 from headway.workers.generate.probe import Probe, check_kept, probes, reason
@@ -58,14 +59,22 @@ class Runner:
         parameters = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps = "logits_to_keep" in parameters
+        self._flat: Flat | None = None
         attention.register()
         check_kept(loaded)
         checks = probes(loaded)
         self.attention, self.pattern = self._first_that_works(_kinds(asked, loaded, stored), checks, loaded)
         self.weights = packed_if_right(self.model, lambda: self._verify(checks[0]))
+        if self.attention == "paged" and self.weights.bytes:
+            self._flatten(checks)
 
     def __repr__(self) -> str:
-        return f"<Runner {type(self.model).__name__}, packed {self.attention}>"
+        return f"<Runner {type(self.model).__name__}, packed {self.attention}{', traced' if self.traced else ''}>"
+
+    @property
+    def traced(self) -> bool:
+        """Whether the model runs as a list of operations."""
+        return self._flat is not None
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int) -> Plan:
         exact, in_place = self.attention == "flash_attention_2", self.attention == "paged"
@@ -73,7 +82,9 @@ class Runner:
 
     def run(self, plan: Plan, cache: PagedCache) -> Any:
         """One forward: logits [rows that end here, vocabulary], in the plan's order."""
-        cache.plan = plan
+        cache.plan, plan.cache = plan, cache
+        if self._flat is not None:
+            return self._flat(plan)
         options: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._keeps:
             options["logits_to_keep"] = plan.lasts if len(plan.lasts) else 1
@@ -125,9 +136,21 @@ class Runner:
                 log.warning("packed %s does not work for this model (%s); trying %s", kind, reason(error), kinds[-1])
         raise AssertionError("no kind of attention to try")
 
+    def _flatten(self, checks: Sequence[Probe]) -> None:
+        """Run the model as a list of operations from here on, if it then answers as before."""
+        try:
+            for probe in reversed(checks):  # the plain one comes last, and stays
+                with probe.applied():
+                    self._flat = Flat(self.model, self._cache_name, keeps=self._keeps)
+                    self._verify(probe)
+        except Exception as error:  # tracing runs the model's own code, which may do what it likes
+            log.info("each operation is called by itself, which is slower: %s", reason(error))
+            self._flat = None
+
     @torch.inference_mode()
     def _verify(self, probe: Probe) -> PagedCache:
-        """Compute both texts side by side in three steps, compare, and return the small cache they ran in."""
+        """Compute both texts side by side in three steps, then a token alone; compare, and return the small cache they
+        ran in."""
         if NAMES[self.attention] != self.model.config._attn_implementation:
             raise attention.PackingError("its class does not go through Transformers' attention interface")
         held = [-(-len(ids) // PROBE_PAGE) for ids in probe.texts]
@@ -135,11 +158,9 @@ class Runner:
         pages = [[free.pop() for _ in range(count)] for count in held]
         cache = PagedCache((sum(held) + 1) * PROBE_PAGE)
         with probe.applied():
-            for step in range(3):
-                spans = [
-                    (text, Span(ids, start, pages[text], last=True))
-                    for text, (start, ids) in probe.pieces(step).items()
-                ]
+            alone = {0: (len(probe.texts[0]) - 1, probe.texts[0][-1:])}
+            for pieces in (*map(probe.pieces, range(3)), alone):
+                spans = [(text, Span(ids, start, pages[text], last=True)) for text, (start, ids) in pieces.items()]
                 spans.sort(key=lambda one: len(one[1].ids) > 1)  # one token is a decode row, and rows come first
                 rows = sum(len(span.ids) == 1 for _, span in spans)
                 ordered = [span for _, span in spans]
@@ -159,7 +180,7 @@ def _kinds(asked: str, loaded: Loaded, stored: bool) -> list[str]:
     installed = importlib.util.find_spec("flash_attn") is not None
     flash = cuda and installed and not full
     suited = cpu and full and stored
-    missing = paged.missing() if suited and asked in ("auto", "paged") else ""
+    missing = kernels.missing() if suited and asked in ("auto", "paged") else ""
     if asked == "auto":
         if cuda and not installed:
             log.warning("flash_attn is not installed (pip install 'headway[flash]'): attention runs on SDPA")

@@ -1,32 +1,15 @@
-// Attention over paged keys and values, float32: each request's queries read its own slots, where they lie.
+// What of a step of generation PyTorch has no good kernel for on a CPU, in float32: attention over paged keys and values,
+// and small operations in a row that are one here. paged.py and flat.py call it.
 //
-// What calls it is in paged.py. The sums are those of FlashAttention (Dao et
-// al., 2022): blocks of keys, a running maximum and a running sum for each row. A row is one query of one head; rows
-// whose heads share keys are computed together, so that each key is fetched once. The order of additions for a row
-// depends on nothing but its own request.
-
+#include <math.h>
 #include <stdint.h>
 #include <string.h>
 
 #define LANES 16
-#define KEYS 64      // keys of a block: scores of one row are four vectors
-#define ROWS 32      // of a task at most: scores, sums and turned keys stay in the first cache
-#define TURN 16      // rows from which on it pays to turn a block of keys, so that products need no sum across lanes
-#define HIDDEN -1e30f
 
 typedef float vec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
 #define inlined static inline __attribute__((always_inline))
-
-typedef struct {
-    const float *query, *keys, *values;
-    float *out;
-    const int64_t *slots;            // read, request after request
-    const int64_t *spans;            // of each: first query, queries, first of its slots, slots
-    int64_t query_head, query_token; // strides, in floats
-    int64_t heads, groups, key_width, value_width, window;
-    float scale;
-} Call;
 
 inlined vec all(float x) { return x - (vec){}; }
 
@@ -44,9 +27,9 @@ inlined float max_of(vec x) {
     return x[0];
 }
 
-// e to the x, for x at most 0; 0 below -87. Cephes' polynomial.
+// e to the x, which is kept within 87 of 0. Cephes' polynomial.
 inlined vec exp_of(vec x) {
-    x = where(x < -87.0f, all(-87.0f), x);
+    x = where(x < -87.0f, all(-87.0f), where(x > 87.0f, all(87.0f), x));
     vec shifted = x * 1.44269504f + 12582912.0f, n = shifted - 12582912.0f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
     vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
@@ -57,6 +40,28 @@ inlined vec exp_of(vec x) {
     p = p * r * r + r + 1.0f;
     return p * (vec)(((ivec)shifted + 127) << 23);
 }
+
+// ---------------------------------------------------------------- attention
+//
+// Each request's queries read its own slots, where they lie. The sums are those of FlashAttention (Dao et al., 2022):
+// blocks of keys, a running maximum and a running sum for each row. A row is one query of one head; rows whose heads
+// share keys are computed together, so that each key is fetched once. The order of additions for a row depends on
+// nothing but its own request.
+
+#define KEYS 64 // of a block: scores of one row are four vectors
+#define ROWS 32 // of a task at most: scores, sums and turned keys stay in the first cache
+#define TURN 16 // rows from which on it pays to turn a block of keys, so that products need no sum across lanes
+#define HIDDEN -1e30f
+
+typedef struct {
+    const float *query, *keys, *values;
+    float *out;
+    const int64_t *slots;            // read, request after request
+    const int64_t *spans;            // of each: first query, queries, first of its slots, slots
+    int64_t query_head, query_token; // strides, in floats
+    int64_t heads, groups, key_width, value_width, window;
+    float scale;
+} Call;
 
 // Sums of 16 vectors, one in each lane: halves, quarters, pairs and lanes of two vectors become one vector's.
 #define FROM(s, l) (((l) & ~(2 * s - 1)) + (l) % s + ((l) / s % 2 ? LANES : 0))
@@ -246,4 +251,57 @@ void headway_attend(const Call *call, const int64_t *tasks, int64_t count, int t
         for (int group = 0; group < call->groups; group++)
             (width == 64 ? task_64 : width == 128 ? task_128 : task_any)(call, span, group, one[1], (int)one[2]);
     }
+}
+
+// ---------------------------------------------------------------- small operations in a row
+
+#define SHARE 16384 // numbers for which another thread is worth waking
+
+// out = x / sqrt(mean(x^2) + eps) * weight, for each of `rows` rows of `width`.
+void headway_rms(const float *x, const float *weight, float *out, int64_t rows, int64_t width, float eps, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > SHARE)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *row = x + r * width;
+        float *to = out + r * width, total = 0;
+        vec sums = {};
+        int64_t w = 0;
+        for (; w + LANES <= width; w += LANES) {
+            vec part = *(const vec *)(row + w);
+            sums += part * part;
+        }
+        for (; w < width; w++) total += row[w] * row[w];
+        float by = 1 / sqrtf((total + sum_of(sums)) / width + eps);
+        for (w = 0; w < width; w++) to[w] = row[w] * by * weight[w];
+    }
+}
+
+// out = gate / (1 + e^-gate) * up. Rows of gate and up lie `gate_row` and `up_row` numbers apart.
+void headway_silu_mul(const float *gate, const float *up, float *out, int64_t rows, int64_t width, int64_t gate_row,
+                      int64_t up_row, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * width > SHARE)
+    for (int64_t r = 0; r < rows; r++) {
+        const float *g = gate + r * gate_row, *u = up + r * up_row;
+        float *to = out + r * width;
+        int64_t w = 0;
+        for (; w + LANES <= width; w += LANES) {
+            vec x = *(const vec *)(g + w);
+            *(vec *)(to + w) = x / (1.0f + exp_of(-x)) * *(const vec *)(u + w);
+        }
+        for (; w < width; w++) to[w] = g[w] / (1 + expf(-g[w])) * u[w];
+    }
+}
+
+// Rotary positions: out[token][head] = x * cos + (the halves of x swapped, the first negative) * sin. cos and sin
+// [tokens, width]; a head and a token of x lie `x_head` and `x_token` numbers apart.
+void headway_rope(const float *x, const float *cos, const float *sin, float *out, int64_t tokens, int64_t heads,
+                  int64_t width, int64_t x_token, int64_t x_head, int threads) {
+    int64_t half = width / 2;
+#pragma omp parallel for num_threads(threads) if (tokens * heads * width > SHARE)
+    for (int64_t t = 0; t < tokens; t++)
+        for (int64_t h = 0; h < heads; h++) {
+            const float *from = x + t * x_token + h * x_head, *c = cos + t * width, *s = sin + t * width;
+            float *to = out + (t * heads + h) * width;
+            for (int64_t w = 0; w < half; w++) to[w] = from[w] * c[w] - from[w + half] * s[w];
+            for (int64_t w = half; w < width; w++) to[w] = from[w] * c[w] + from[w - half] * s[w];
+        }
 }
