@@ -54,14 +54,24 @@ inlined vec exp_of(vec x) {
 #define HIDDEN -1e30f
 
 typedef struct {
-    const float *query, *keys, *values;
-    float *out;
+    const float *query;
+    float *keys, *values, *out;
     const int64_t *slots;            // read, request after request
     const int64_t *spans;            // of each: first query, queries, first of its slots, slots
     int64_t query_head, query_token; // strides, in floats
     int64_t heads, groups, key_width, value_width, window;
+    const float *new_keys, *new_values; // of this step, [groups, tokens, width]; or none: they are written already
+    const int64_t *write;               // the slots they go to
+    int64_t new_count, key_head, key_token, value_head, value_token;
     float scale;
 } Call;
+
+inlined void put(float *store, const float *from, const int64_t *slots, int64_t count, int64_t groups, int64_t width,
+                 int64_t head, int64_t token) {
+    for (int64_t t = 0; t < count; t++)
+        for (int64_t g = 0; g < groups; g++)
+            memcpy(store + (slots[t] * groups + g) * width, from + t * token + g * head, width * sizeof(float));
+}
 
 // Sums of 16 vectors, one in each lane: halves, quarters, pairs and lanes of two vectors become one vector's.
 #define FROM(s, l) (((l) & ~(2 * s - 1)) + (l) % s + ((l) / s % 2 ? LANES : 0))
@@ -242,9 +252,15 @@ TASK(task_64, 64, 64)
 TASK(task_128, 128, 128)
 TASK(task_any, WHOLE(call->key_width), WHOLE(call->value_width))
 
-// `tasks` [count, 3]: a span, the first of its queries that the task is for, and how many.
+// Writes the new keys and values, then attends. `tasks` [count, 3]: a span, the first of its queries that the task is for, and how many.
 void headway_attend(const Call *call, const int64_t *tasks, int64_t count, int threads) {
     int64_t width = call->key_width == call->value_width ? call->key_width : 0;
+    if (call->new_keys) {
+        put(call->keys, call->new_keys, call->write, call->new_count, call->groups, call->key_width, call->key_head,
+            call->key_token);
+        put(call->values, call->new_values, call->write, call->new_count, call->groups, call->value_width,
+            call->value_head, call->value_token);
+    }
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
         const int64_t *one = tasks + 3 * i, *span = call->spans + 4 * one[0];

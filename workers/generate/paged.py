@@ -21,12 +21,16 @@ WIDTH_MAX = 512  # of a head: what a task has on its stack grows with it
 
 _POINTERS = ("query", "keys", "values", "out", "slots", "spans")
 _NUMBERS = ("query_head", "query_token", "heads", "groups", "key_width", "value_width", "window")
+_NEW_POINTERS = ("new_keys", "new_values", "write")
+_NEW_NUMBERS = ("new_count", "key_head", "key_token", "value_head", "value_token")
 
 
 class _Call(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in _POINTERS),
         *((name, ctypes.c_int64) for name in _NUMBERS),
+        *((name, ctypes.c_void_p) for name in _NEW_POINTERS),
+        *((name, ctypes.c_int64) for name in _NEW_NUMBERS),
         ("scale", ctypes.c_float),
     )
 
@@ -55,7 +59,7 @@ class Tables:
 def attend(
     plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, sinks: Any, softcap: Any
 ) -> Any:
-    """`query` [1, heads, T, width], `key` and `value` as the cache gave them -> [1, T, heads, value width].
+    """`query` [1, heads, T, width], `key` and `value` as the cache gave them, written -> [1, T, heads, value width].
 
     Raises CannotError for what the kernel cannot do.
     """
@@ -64,24 +68,45 @@ def attend(
         raise CannotError("its attention gets other keys than the cache gave")
     if sinks is not None or softcap:
         raise CannotError("its attention has sinks or soft-capped scores")
-    heads, tokens, width = query.shape[1:]
+    heads, _, width = query.shape[1:]
     groups, value_width = value.shape[1], value.shape[3]
-    share, left = divmod(heads, groups)
-    if left or share > ROWS or max(width, value_width) > WIDTH_MAX:
+    if heads % groups or heads // groups > ROWS or max(width, value_width) > WIDTH_MAX:
         raise CannotError(f"{heads} heads of {width} on {groups} groups are not what the kernel is made for")
     if not query.dtype == keys.dtype == values.dtype == torch.float32 or query.device.type != "cpu":
         raise CannotError("the kernel computes in float32, on a CPU")
+    return _call(plan, query, keys, values, width**-0.5 if scaling is None else scaling, window)
+
+
+def write_and_attend(plan: Plan, query: Any, key: Any, value: Any, layer: int, scale: float, window: int) -> Any:
+    """The same, of what `attend` has taken before, in one call with writing `key` and `value` into a layer of the
+    cache."""
+    cache = plan.cache
+    if layer not in cache.keys:
+        cache.update(key, value, layer)
+        return attend(plan, query, key, value, scale, window, None, None)
+    new = [part if part.stride(3) == 1 else part.contiguous() for part in (key, value)]
+    return _call(plan, query, cache.keys[layer], cache.values[layer], scale, window, new)
+
+
+def _call(plan: Plan, query: Any, keys: Any, values: Any, scale: float, window: int, new: Sequence[Any] = ()) -> Any:
+    heads, tokens, width = query.shape[1:]
+    groups, value_width = values.shape[1:]
     if query.stride(3) != 1:
         query = query.contiguous()
     if plan.tables is None:
         plan.tables = Tables(plan)
-    tables, tasks = plan.tables, plan.tables.tasks(share)
+    tables, tasks = plan.tables, plan.tables.tasks(heads // groups)
     out = query.new_empty((1, tokens, heads, value_width))
     call = _Call(
         *(tensor.data_ptr() for tensor in (query, keys, values, out, tables.slots, tables.spans)),
         *(query.stride(1), query.stride(2), heads, groups, width, value_width, window),
-        width**-0.5 if scaling is None else scaling,
     )
+    if new:
+        key, value = new
+        call.new_keys, call.new_values, call.write = key.data_ptr(), value.data_ptr(), plan.write.data_ptr()
+        call.new_count, call.key_head, call.key_token = tokens, key.stride(1), key.stride(2)
+        call.value_head, call.value_token = value.stride(1), value.stride(2)
+    call.scale = scale
     kernel("headway_attend")(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
     return out
 
