@@ -51,11 +51,24 @@ def test_a_traced_model_answers_as_the_model_with_its_small_operations_joined(na
     norms = 4 if name == "qwen3" else 2  # queries and keys have their own there
     assert found == {
         "rms_norm": norms * layers + 1,
-        "rope": 2 * layers,
         "silu_mul": layers,
         "add_product": 2 * layers,
         "attend": layers,
     }
+    assert all(
+        len(node.args) == 8 for node in subject._runner._flat.operations.graph.nodes if node.target is flat.attend
+    )
+    expect_like_plain(subject, build)
+
+
+def test_positions_of_a_part_of_each_head_are_rotated_before_attention() -> None:
+    def build() -> Any:
+        torch.manual_seed(3)
+        shape = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": tiny.VOCAB}
+        return transformers.StableLmForCausalLM(transformers.StableLmConfig(**WIDE, **shape)).eval()
+
+    subject = engine(build())
+    assert joined(subject)["rope"] == 4
     expect_like_plain(subject, build)
 
 

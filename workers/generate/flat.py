@@ -128,16 +128,17 @@ def _check_open(made: GraphModule) -> None:
 # ---------------------------------------------------------------- what takes the place of operations
 
 
-def attend(query: Any, key: Any, value: Any, layer: int, scale: float, window: int) -> Any:
-    """The attention of the step that runs, after its keys and values are written."""
+def attend(query: Any, key: Any, value: Any, layer: int, scale: float, window: int, *rotary: Any) -> Any:
+    """The attention of the step that runs, after its keys and values are written. `rotary`: cos and sin for query and
+    key, if they are not rotated yet."""
     plan = planned.get()
     assert plan is not None, "no step is planned"
     plan.layers += 1
     left = query.shape[2] - plan.tokens
     if not left:
-        return paged.write_and_attend(plan, query, key, value, layer, scale, window)
-    query, key, value = (part[:, :, : plan.tokens] for part in (query, key, value))
-    out = paged.write_and_attend(plan, query, key, value, layer, scale, window)
+        return paged.write_and_attend(plan, query, key, value, layer, scale, window, rotary)
+    query, key, value, *rotary_of = (part[:, :, : plan.tokens] for part in (query, key, value, *rotary))
+    out = paged.write_and_attend(plan, query, key, value, layer, scale, window, rotary_of)
     return F.pad(out, (0, 0, 0, 0, 0, left))
 
 
@@ -156,7 +157,7 @@ def _fuse(made: GraphModule) -> None:
         if node.op != "call_function":
             continue
         if node.target is torch.ops.headway.attend.default:
-            node.target = attend
+            node.target, node.args = attend, _unrotated(node)
         if node.target is aten.unsqueeze.default and (first := seen.setdefault(node.args, node)) is not node:
             node.replace_all_uses_with(first)
         for rule in (_norm, _rotary, _gated, _residual):
@@ -234,6 +235,14 @@ def _are_turned(node: Any, x: Node) -> bool:
     if not _is(first, aten.slice.Tensor) or first.args != (x, 3, 0, width // 2) or width % 2:
         return False
     return bool(second.args[:3] == (x, 3, width // 2) and second.args[3] >= width)
+
+
+def _unrotated(node: Node) -> tuple[Any, ...]:
+    """The arguments of an attention; where query and key are rotated for it alone, before that, and by what."""
+    query, key, *others = node.args
+    if _is(query, kernels.rope) and _is(key, kernels.rope) and query.args[1:] == key.args[1:]:
+        return (query.args[0], key.args[0], *others, *query.args[1:])
+    return node.args
 
 
 def _gated(node: Node) -> Found:

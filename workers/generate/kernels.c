@@ -1,6 +1,6 @@
-// What of a step of generation PyTorch has no good kernel for on a CPU, in float32: attention over paged keys and values,
-// and small operations in a row that are one here. paged.py and flat.py call it.
-//
+// What PyTorch has no good kernel for in a step of generation on a CPU, in float32: attention over paged keys and
+// values, and small operations in a row that are one here. kernels.py and paged.py call it.
+
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -41,6 +41,13 @@ inlined vec exp_of(vec x) {
     return p * (vec)(((ivec)shifted + 127) << 23);
 }
 
+// Rotary positions of one head: x * cos + (the halves of x swapped, the first negative) * sin, times `by`.
+inlined void rotate(float *to, const float *x, const float *cos, const float *sin, int64_t width, float by) {
+    int64_t half = width / 2;
+    for (int64_t w = 0; w < half; w++) to[w] = (x[w] * cos[w] - x[w + half] * sin[w]) * by;
+    for (int64_t w = half; w < width; w++) to[w] = (x[w] * cos[w] + x[w - half] * sin[w]) * by;
+}
+
 // ---------------------------------------------------------------- attention
 //
 // Each request's queries read its own slots, where they lie. The sums are those of FlashAttention (Dao et al., 2022):
@@ -63,14 +70,24 @@ typedef struct {
     const float *new_keys, *new_values; // of this step, [groups, tokens, width]; or none: they are written already
     const int64_t *write;               // the slots they go to
     int64_t new_count, key_head, key_token, value_head, value_token;
+    const float *cos, *sin; // [tokens, width], for queries and new keys that are not rotated yet; or none
     float scale;
 } Call;
 
-inlined void put(float *store, const float *from, const int64_t *slots, int64_t count, int64_t groups, int64_t width,
-                 int64_t head, int64_t token) {
-    for (int64_t t = 0; t < count; t++)
-        for (int64_t g = 0; g < groups; g++)
-            memcpy(store + (slots[t] * groups + g) * width, from + t * token + g * head, width * sizeof(float));
+// Write what is new into its slots.
+inlined void put(const Call *call) {
+    int64_t groups = call->groups, kw = call->key_width, vw = call->value_width;
+    for (int64_t t = 0; t < call->new_count; t++)
+        for (int64_t g = 0; g < groups; g++) {
+            const float *key = call->new_keys + t * call->key_token + g * call->key_head;
+            float *to = call->keys + (call->write[t] * groups + g) * kw;
+            if (call->cos)
+                rotate(to, key, call->cos + t * kw, call->sin + t * kw, kw, 1);
+            else
+                memcpy(to, key, kw * sizeof(float));
+            memcpy(call->values + (call->write[t] * groups + g) * vw,
+                   call->new_values + t * call->value_token + g * call->value_head, vw * sizeof(float));
+        }
 }
 
 // Sums of 16 vectors, one in each lane: halves, quarters, pairs and lanes of two vectors become one vector's.
@@ -167,10 +184,13 @@ inlined void task(const Call *call, int W, int V, const int64_t *span, int group
     if (V != vw) memset(value_block, 0, sizeof value_block);
     for (int q = 0; q < count; q++)
         for (int h = 0; h < share; h++) {
-            const float *from = call->query + (group * share + h) * call->query_head +
-                                (span[0] + first + q) * call->query_token;
+            int64_t token = span[0] + first + q;
+            const float *from = call->query + (group * share + h) * call->query_head + token * call->query_token;
             float *to = query + (q * share + h) * W;
-            for (int w = 0; w < kw; w++) to[w] = from[w] * call->scale;
+            if (call->cos)
+                rotate(to, from, call->cos + token * kw, call->sin + token * kw, kw, call->scale);
+            else
+                for (int w = 0; w < kw; w++) to[w] = from[w] * call->scale;
         }
     for (int r = 0; r < rows; r++) top[r] = HIDDEN, weight[r] = 0;
 
@@ -252,15 +272,11 @@ TASK(task_64, 64, 64)
 TASK(task_128, 128, 128)
 TASK(task_any, WHOLE(call->key_width), WHOLE(call->value_width))
 
-// Writes the new keys and values, then attends. `tasks` [count, 3]: a span, the first of its queries that the task is for, and how many.
+// Writes the new keys and values, then attends. `tasks` [count, 3]: a span, the first of its queries that the task is
+// for, and how many.
 void headway_attend(const Call *call, const int64_t *tasks, int64_t count, int threads) {
     int64_t width = call->key_width == call->value_width ? call->key_width : 0;
-    if (call->new_keys) {
-        put(call->keys, call->new_keys, call->write, call->new_count, call->groups, call->key_width, call->key_head,
-            call->key_token);
-        put(call->values, call->new_values, call->write, call->new_count, call->groups, call->value_width,
-            call->value_head, call->value_token);
-    }
+    if (call->new_keys) put(call);
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
     for (int64_t i = 0; i < count; i++) {
         const int64_t *one = tasks + 3 * i, *span = call->spans + 4 * one[0];
@@ -307,17 +323,13 @@ void headway_silu_mul(const float *gate, const float *up, float *out, int64_t ro
     }
 }
 
-// Rotary positions: out[token][head] = x * cos + (the halves of x swapped, the first negative) * sin. cos and sin
-// [tokens, width]; a head and a token of x lie `x_head` and `x_token` numbers apart.
+// Rotary positions of [tokens, heads, width], by cos and sin [tokens, width]. A head and a token of x lie `x_head` and
+// `x_token` numbers apart.
 void headway_rope(const float *x, const float *cos, const float *sin, float *out, int64_t tokens, int64_t heads,
                   int64_t width, int64_t x_token, int64_t x_head, int threads) {
-    int64_t half = width / 2;
 #pragma omp parallel for num_threads(threads) if (tokens * heads * width > SHARE)
     for (int64_t t = 0; t < tokens; t++)
-        for (int64_t h = 0; h < heads; h++) {
-            const float *from = x + t * x_token + h * x_head, *c = cos + t * width, *s = sin + t * width;
-            float *to = out + (t * heads + h) * width;
-            for (int64_t w = 0; w < half; w++) to[w] = from[w] * c[w] - from[w + half] * s[w];
-            for (int64_t w = half; w < width; w++) to[w] = from[w] * c[w] + from[w - half] * s[w];
-        }
+        for (int64_t h = 0; h < heads; h++)
+            rotate(out + (t * heads + h) * width, x + t * x_token + h * x_head, cos + t * width, sin + t * width,
+                   width, 1);
 }

@@ -39,7 +39,8 @@ def kernel(name: str) -> Any:
 
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """x / sqrt(mean(x²) + eps) × weight over the last dimension of `x`, in its shape."""
-    x, out = x.contiguous(), torch.empty_like(x, memory_format=torch.contiguous_format)
+    x = x.contiguous()
+    out = torch.empty_like(x)
     width = x.shape[-1]
     kernel("headway_rms")(
         x.data_ptr(), weight.data_ptr(), out.data_ptr(), x.numel() // width, width, eps, torch.get_num_threads()

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from headway.workers.generate.kernels import kernel
+from headway.workers.generate import kernels
 from headway.workers.generate.plan import Plan
 from headway.workers.generate.probe import CannotError
 
@@ -23,6 +23,7 @@ _POINTERS = ("query", "keys", "values", "out", "slots", "spans")
 _NUMBERS = ("query_head", "query_token", "heads", "groups", "key_width", "value_width", "window")
 _NEW_POINTERS = ("new_keys", "new_values", "write")
 _NEW_NUMBERS = ("new_count", "key_head", "key_token", "value_head", "value_token")
+_ROTARY = ("cos", "sin")
 
 
 class _Call(ctypes.Structure):
@@ -31,6 +32,7 @@ class _Call(ctypes.Structure):
         *((name, ctypes.c_int64) for name in _NUMBERS),
         *((name, ctypes.c_void_p) for name in _NEW_POINTERS),
         *((name, ctypes.c_int64) for name in _NEW_NUMBERS),
+        *((name, ctypes.c_void_p) for name in _ROTARY),
         ("scale", ctypes.c_float),
     )
 
@@ -77,22 +79,33 @@ def attend(
     return _call(plan, query, keys, values, width**-0.5 if scaling is None else scaling, window)
 
 
-def write_and_attend(plan: Plan, query: Any, key: Any, value: Any, layer: int, scale: float, window: int) -> Any:
+def write_and_attend(
+    plan: Plan, query: Any, key: Any, value: Any, layer: int, scale: float, window: int, rotary: Sequence[Any] = ()
+) -> Any:
     """The same, of what `attend` has taken before, in one call with writing `key` and `value` into a layer of the
-    cache."""
+    cache. `rotary`: cos and sin [1, 1, T, width], if query and key are not rotated yet."""
     cache = plan.cache
     if layer not in cache.keys:
+        if rotary:
+            query, key = (kernels.rope(part, *rotary) for part in (query, key))
         cache.update(key, value, layer)
         return attend(plan, query, key, value, scale, window, None, None)
-    new = [part if part.stride(3) == 1 else part.contiguous() for part in (key, value)]
-    return _call(plan, query, cache.keys[layer], cache.values[layer], scale, window, new)
+    return _call(plan, query, cache.keys[layer], cache.values[layer], scale, window, (key, value), rotary)
 
 
-def _call(plan: Plan, query: Any, keys: Any, values: Any, scale: float, window: int, new: Sequence[Any] = ()) -> Any:
+def _call(
+    plan: Plan,
+    query: Any,
+    keys: Any,
+    values: Any,
+    scale: float,
+    window: int,
+    new: Sequence[Any] = (),
+    rotary: Sequence[Any] = (),
+) -> Any:
     heads, tokens, width = query.shape[1:]
     groups, value_width = values.shape[1:]
-    if query.stride(3) != 1:
-        query = query.contiguous()
+    query, *new = (_dense(part) for part in (query, *new))
     if plan.tables is None:
         plan.tables = Tables(plan)
     tables, tasks = plan.tables, plan.tables.tasks(heads // groups)
@@ -106,9 +119,17 @@ def _call(plan: Plan, query: Any, keys: Any, values: Any, scale: float, window: 
         call.new_keys, call.new_values, call.write = key.data_ptr(), value.data_ptr(), plan.write.data_ptr()
         call.new_count, call.key_head, call.key_token = tokens, key.stride(1), key.stride(2)
         call.value_head, call.value_token = value.stride(1), value.stride(2)
+    if rotary:
+        cos, sin = (part.contiguous() for part in rotary)
+        call.cos, call.sin = cos.data_ptr(), sin.data_ptr()
     call.scale = scale
-    kernel("headway_attend")(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
+    kernels.kernel("headway_attend")(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
     return out
+
+
+def _dense(part: Any) -> Any:
+    """With the numbers of a head side by side."""
+    return part if part.stride(3) == 1 else part.contiguous()
 
 
 def _cut(lengths: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:
