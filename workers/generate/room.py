@@ -37,24 +37,25 @@ def room_of(spec: ModelSpec, loaded: Loaded, runner: Runner) -> Room:
     if dtype is not None:
         checked = check_kv_dtype(runner, loaded, dtype)
         pattern = runner.pattern.like(1, dtype)
-    plan = _plan(spec, loaded, pattern, loaded.weight_bytes + runner.weights.more_bytes)
+    in_place = runner.attention == "paged"  # what is cached is not copied to be read
+    plan = _plan(spec, loaded, pattern, loaded.weight_bytes + runner.weights.more_bytes, in_place)
     pages = f"{plan.pages} of {plan.page_tokens} tokens ({memory.size(plan.kv_bytes)})"
     return Room(plan, _allocate(runner, plan, dtype), {"pages": pages, "kv_dtype": checked, "memory": plan.words()})
 
 
-def _plan(spec: ModelSpec, loaded: Loaded, pattern: PagedCache, weight_bytes: int) -> memory.MemoryPlan:
+def _plan(spec: ModelSpec, loaded: Loaded, pattern: PagedCache, weight_bytes: int, in_place: bool) -> memory.MemoryPlan:
     """The memory plan for `pattern`, a small cache of the layers and the dtype that will be served."""
     dtype = str(loaded.dtype).removeprefix("torch.")
     config = loaded.model.config.get_text_config(decoder=True)
     wide = max(keys[0].numel() + pattern.values[layer][0].numel() for layer, keys in pattern.keys.items())
-    expanded = memory.expanded_bytes(config, dtype)
+    copied = 0 if in_place else wide * loaded.dtype.itemsize + memory.expanded_bytes(config, dtype)
     try:
         plan = memory.plan_generate(
             spec,
             dtype=dtype,
             free_bytes=loaded.free_bytes or free_bytes(loaded.device),
             weight_bytes=weight_bytes,
-            cached=memory.Cached(pattern.bytes_per_token, wide * loaded.dtype.itemsize + expanded),
+            cached=memory.Cached(pattern.bytes_per_token, copied),
             work=memory.work_of(config),
             context_tokens=loaded.context_tokens,
             cpu=loaded.device.type == "cpu",
