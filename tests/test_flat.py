@@ -28,7 +28,7 @@ def engine(made: Any, **spec: Any) -> GenerateEngine:
 
 def joined(subject: GenerateEngine) -> Counter[str]:
     """How often each kernel takes the place of operations."""
-    made = subject._runner._flat
+    made = subject._runner.flat
     assert made is not None
     names = [getattr(node.target, "__name__", "") for node in made.operations.graph.nodes]
     return Counter(name for name in names if name in JOINED)
@@ -56,7 +56,7 @@ def test_a_traced_model_answers_as_the_model_with_its_small_operations_joined(na
         "attend": layers,
     }
     assert all(
-        len(node.args) == 8 for node in subject._runner._flat.operations.graph.nodes if node.target is flat.attend
+        len(node.args) == 8 for node in subject._runner.flat.operations.graph.nodes if node.target is flat.attend
     )
     expect_like_plain(subject, build)
 

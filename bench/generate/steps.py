@@ -57,7 +57,9 @@ def overhead(folder: str, threads: int, running: int) -> Overhead:
     spec = ModelSpec(name="m", model=folder, device="cpu", dtype="float32", threads=threads, max_num_seqs=running)
     engine = GenerateEngine(spec, load_model(spec))
     model_ns = 0
-    forward = engine._runner.model.forward
+    runner = engine._runner
+    owner, name = (runner.model, "forward") if runner.flat is None else (runner.flat, "operations")
+    forward = getattr(owner, name)
 
     def timed(*given: object, **named: object) -> object:
         nonlocal model_ns
@@ -67,7 +69,7 @@ def overhead(folder: str, threads: int, running: int) -> Overhead:
         finally:
             model_ns += clock.now_ns() - began
 
-    engine._runner.model.forward = timed
+    setattr(owner, name, timed)
     params = Params(max_new_tokens=STEPS_MAX, temperature=0.0, ignore_eos=True)
     for rid in range(running):
         engine.add(1, [link.Item(rid, ids=link.pack_ids(range(10, 10 + 40 + 4 * rid)), params=params)])

@@ -59,7 +59,7 @@ class Runner:
         parameters = inspect.signature(self.model.forward).parameters
         self._cache_name = "cache" if "cache" in parameters else "past_key_values"
         self._keeps = "logits_to_keep" in parameters
-        self._flat: Flat | None = None
+        self.flat: Flat | None = None
         attention.register()
         check_kept(loaded)
         checks = probes(loaded)
@@ -74,7 +74,7 @@ class Runner:
     @property
     def traced(self) -> bool:
         """Whether the model runs as a list of operations."""
-        return self._flat is not None
+        return self.flat is not None
 
     def plan(self, decode: Sequence[Span], prefill: Sequence[Span], page_tokens: int) -> Plan:
         exact, in_place = self.attention == "flash_attention_2", self.attention == "paged"
@@ -83,8 +83,8 @@ class Runner:
     def run(self, plan: Plan, cache: PagedCache) -> Any:
         """One forward: logits [rows that end here, vocabulary], in the plan's order."""
         cache.plan, plan.cache = plan, cache
-        if self._flat is not None:
-            return self._flat(plan)
+        if self.flat is not None:
+            return self.flat(plan)
         options: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._keeps:
             options["logits_to_keep"] = plan.lasts if len(plan.lasts) else 1
@@ -141,11 +141,11 @@ class Runner:
         try:
             for probe in reversed(checks):  # the plain one comes last, and stays
                 with probe.applied():
-                    self._flat = Flat(self.model, self._cache_name, keeps=self._keeps)
+                    self.flat = Flat(self.model, self._cache_name, keeps=self._keeps)
                     self._verify(probe)
         except Exception as error:  # tracing runs the model's own code, which may do what it likes
             log.info("each operation is called by itself, which is slower: %s", reason(error))
-            self._flat = None
+            self.flat = None
 
     @torch.inference_mode()
     def _verify(self, probe: Probe) -> PagedCache:
