@@ -42,7 +42,7 @@ def main(
     threads: Threads = CORES,
     workers: Annotated[
         int, typer.Option(min=0, help="headway's worker processes, which share the threads; 0: one for each thread")
-    ] = 0,
+    ] = 1,
     model: Model = "",
     only: Annotated[str, typer.Option(help="ways to run, with commas; empty: all that are there")] = "",
     vllm: Vllm = PEERS / "vllm",
