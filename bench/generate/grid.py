@@ -59,7 +59,7 @@ def main(
     longest = make(folder, 1, (max(lengths),) * 2, (output, output), seed)
     cells: list[Cell] = []
     with ExitStack() as stack, Progress(console=Console(stderr=True)) as progress:
-        bench = Bench(folder, longest, max(levels), threads, threads, stack)
+        bench = Bench(folder, longest, max(levels), threads, 1, stack)
         up = list(started(bench.makers(vllm, hfserve, only), found, progress, stack))
         task = progress.add_task("measuring", total=len(levels) * len(lengths) * len(up))
         try:
