@@ -8,6 +8,7 @@ none of them can express (attention sinks, soft-capped scores) or where `eager` 
 anything else is refused: it would be left out in silence.
 """
 
+from collections.abc import Callable, Set
 from contextvars import ContextVar
 from typing import Any
 
@@ -34,53 +35,60 @@ class PackingError(CannotError):
     """The model asks of attention what the packed form cannot give."""
 
 
-def packed_sdpa(
-    _module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **features: Any,
-) -> tuple[Any, None]:
-    """`query` [1, heads, T, width], `key` and `value` [1, groups, slots read, width] -> [1, T, heads, value width].
+def _packed(attend: Callable[..., Any]) -> Callable[..., tuple[Any, None]]:
+    """`attend(plan, query, key, value, scaling, features)` as Transformers calls an attention:
 
+    `query` [1, heads, T, width], `key` and `value` [1, groups, slots read, width] -> [1, T, heads, value width].
     `features`: what a layer asks for beside (HONOURED; s_aux are sinks). Raises PackingError.
     """
-    plan = _checked(attention_mask, features)
+
+    def packed(
+        _module: Any,
+        query: Any,
+        key: Any,
+        value: Any,
+        attention_mask: Any,
+        scaling: float | None = None,
+        **features: Any,
+    ) -> tuple[Any, None]:
+        plan = planned.get()
+        if plan is None:
+            raise PackingError("no step is planned: the model was run by someone else")
+        check_asked(attention_mask, features, HONOURED)
+        plan.layers += 1
+        return attend(plan, query, key, value, scaling, features), None
+
+    return packed
+
+
+def check_asked(attention_mask: Any, features: dict[str, Any], honoured: Set[str]) -> None:
+    """A layer asks for nothing but what is `honoured`, or says nothing here. Raises PackingError."""
+    if attention_mask is not None or features.get("position_bias") is not None:
+        raise PackingError("the model brings a mask or a bias of its own (such as ALiBi)")
+    if unknown := {name for name, value in features.items() if value is not None} - honoured - HARMLESS:
+        raise PackingError(f"its attention asks for {', '.join(sorted(unknown))}, which the packed form does not know")
+
+
+@_packed
+def packed_sdpa(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, features: dict[str, Any]) -> Any:
+    """By SDPA, and in plain matrix products where a layer has sinks or soft-capped scores."""
     sinks, softcap = features.get("s_aux"), features.get("softcap")
     compute = _sdpa if sinks is None and not softcap else _plain(sinks, softcap)
-    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
+    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute)
 
 
-def packed_eager(
-    _module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **features: Any,
-) -> tuple[Any, None]:
-    """As `packed_sdpa`, in plain matrix products."""
-    plan = _checked(attention_mask, features)
+@_packed
+def packed_eager(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, features: dict[str, Any]) -> Any:
+    """In plain matrix products."""
     compute = _plain(features.get("s_aux"), features.get("softcap"))
-    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute), None
+    return _attend(plan, query, key, value, scaling, features.get("sliding_window") or 0, compute)
 
 
-def packed_flash(
-    _module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **features: Any,
-) -> tuple[Any, None]:
-    """As `packed_sdpa`, by FlashAttention-2's varlen kernel: one call for decode rows and chunks together."""
+@_packed
+def packed_flash(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, features: dict[str, Any]) -> Any:
+    """By FlashAttention-2's varlen kernel: one call for decode rows and chunks together."""
     from flash_attn import flash_attn_varlen_func
 
-    plan = _checked(attention_mask, features)
     if features.get("s_aux") is not None:
         raise PackingError("FlashAttention-2 has no attention sinks; ask for attention: sdpa")
     width, window = value.shape[-1], features.get("sliding_window")
@@ -99,22 +107,14 @@ def packed_flash(
         window_size=(window - 1, 0) if window else (-1, -1),
         softcap=features.get("softcap") or 0.0,
     )
-    return out[None, ..., :width], None
+    return out[None, ..., :width]
 
 
-def packed_paged(
-    _module: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attention_mask: Any,
-    scaling: float | None = None,
-    **features: Any,
-) -> tuple[Any, None]:
-    """As `packed_sdpa`, in one call of a kernel that reads keys and values in their pages."""
-    plan = _checked(attention_mask, features)
+@_packed
+def packed_paged(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, features: dict[str, Any]) -> Any:
+    """In one call of a kernel that reads keys and values in their pages."""
     window, sinks, softcap = features.get("sliding_window") or 0, features.get("s_aux"), features.get("softcap")
-    return paged.attend(plan, query, key, value, scaling, window, sinks, softcap), None
+    return paged.attend(plan, query, key, value, scaling, window, sinks, softcap)
 
 
 def register() -> None:
@@ -123,18 +123,6 @@ def register() -> None:
     AttentionInterface.register(EAGER_NAME, packed_eager)
     AttentionInterface.register(FLASH_NAME, packed_flash)
     AttentionInterface.register(PAGED_NAME, packed_paged)
-
-
-def _checked(attention_mask: Any, features: dict[str, Any]) -> Plan:
-    plan = planned.get()
-    if plan is None:
-        raise PackingError("no step is planned: the model was run by someone else")
-    if attention_mask is not None or features.get("position_bias") is not None:
-        raise PackingError("the model brings a mask or a bias of its own (such as ALiBi)")
-    if unknown := {name for name, value in features.items() if value is not None} - HONOURED - HARMLESS:
-        raise PackingError(f"its attention asks for {', '.join(sorted(unknown))}, which the packed form does not know")
-    plan.layers += 1
-    return plan
 
 
 def _attend(plan: Plan, query: Any, key: Any, value: Any, scaling: float | None, window: int, compute: Any) -> Any:

@@ -28,7 +28,7 @@ from headway.workers.generate.pages import PagedCache, Pages
 from headway.workers.generate.plan import Span
 from headway.workers.generate.prefix import SharedPages
 from headway.workers.generate.request import Request
-from headway.workers.generate.room import room_of
+from headway.workers.generate.room import lower_dtype, room_of
 from headway.workers.generate.runner import Runner
 from headway.workers.generate.sampling import Pick, choose
 from headway.workers.generate.shares import Portion, shares_of
@@ -55,8 +55,7 @@ class GenerateEngine:
         rng = rng or random.Random()
         started = clock.now_ns()
         self._routing = watch(loaded.model, loaded.device, **placement_of(spec))  # of the model as it came
-        own = spec.kv_dtype in ("auto", str(loaded.dtype).removeprefix("torch."))
-        self._runner = Runner(loaded, spec.attention, stored=own)
+        self._runner = Runner(loaded, spec.attention, stored=lower_dtype(spec, loaded) is None)
         self._page_tokens = spec.page_tokens
         self._room = room_of(spec, loaded, self._runner)
         self._cache = self._room.cache

@@ -7,7 +7,6 @@ model itself stays as it is, and is what the list is checked against: with piece
 A model that decides by what it sees, or whose trace holds for some numbers of tokens only, is run as before.
 """
 
-import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +17,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import AttentionInterface
 
 from headway.workers.generate import kernels, paged
-from headway.workers.generate.attention import HARMLESS, planned
+from headway.workers.generate.attention import check_asked, planned
 from headway.workers.generate.pages import PagedCache
 from headway.workers.generate.plan import Plan
 from headway.workers.generate.probe import CannotError
-
-log = logging.getLogger("headway.worker")
 
 NAME = "headway_traced"
 TOKENS, KEPT = 11, 5  # of the trace: each number stands for itself only
@@ -72,15 +69,11 @@ class Flat:
         return f"<Flat {len(self.operations.graph.nodes)} operations>"
 
     def __call__(self, plan: Plan) -> Any:
-        """Logits [rows that end here, vocabulary]. The plan knows its cache."""
-        token = planned.set(plan)
-        try:
-            ids, positions, count = plan.ids, plan.positions, len(plan.lasts)
-            if plan.tokens < LEAST:
-                ids, positions = (F.pad(part, (0, LEAST - plan.tokens)) for part in (ids, positions))
-            return self.operations(ids, positions, plan.lasts if count else self._first)[:count]
-        finally:
-            planned.reset(token)
+        """Logits [rows that end here, vocabulary]. `plan` is the one that is planned, and knows its cache."""
+        ids, positions, count = plan.ids, plan.positions, len(plan.lasts)
+        if plan.tokens < LEAST:
+            ids, positions = (F.pad(part, (0, LEAST - plan.tokens)) for part in (ids, positions))
+        return self.operations(ids, positions, plan.lasts if count else self._first)[:count]
 
 
 def _traced(model: Any, cache_name: str, keeps: bool) -> GraphModule:
@@ -108,9 +101,9 @@ def _attention_of(recorder: _Recorder) -> Callable[..., Any]:
         _module: Any, query: Any, key: Any, value: Any, mask: Any, scaling: float | None = None, **features: Any
     ) -> tuple[Any, None]:
         given, layer = recorder.given
-        asked = {name for name, wish in features.items() if wish is not None} - HARMLESS - {"sliding_window"}
-        if key is not given or mask is not None or asked:
-            raise CannotError("its attention is not the plain one")
+        check_asked(mask, features, {"sliding_window"})
+        if key is not given:
+            raise CannotError("its attention gets other keys than the cache gave")
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         return torch.ops.headway.attend(query, key, value, layer, scale, features.get("sliding_window") or 0), None
 

@@ -37,6 +37,11 @@ def kernel(name: str) -> Any:
     return found
 
 
+def dense(part: Any) -> Any:
+    """With the numbers of a row, or a head, side by side."""
+    return part if part.stride(-1) == 1 else part.contiguous()
+
+
 def rms_norm(x: Any, weight: Any, eps: float) -> Any:
     """x / sqrt(mean(x²) + eps) × weight over the last dimension of `x`, in its shape."""
     x = x.contiguous()
@@ -50,7 +55,7 @@ def rms_norm(x: Any, weight: Any, eps: float) -> Any:
 
 def silu_mul(gate: Any, up: Any) -> Any:
     """silu(gate) × up; both [1, tokens, width]."""
-    gate, up = (part if part.stride(2) == 1 else part.contiguous() for part in (gate, up))
+    gate, up = dense(gate), dense(up)
     _, tokens, width = gate.shape
     out = gate.new_empty((1, tokens, width))
     kernel("headway_silu_mul")(
@@ -64,7 +69,7 @@ def silu_mul(gate: Any, up: Any) -> Any:
 def rope(x: Any, cos: Any, sin: Any) -> Any:
     """Rotary positions of `x` [1, heads, tokens, width] by cos and sin, [1, 1, tokens, width]; so that a token's heads
     lie side by side."""
-    x = x if x.stride(3) == 1 else x.contiguous()
+    x = dense(x)
     _, heads, tokens, width = x.shape
     out = x.new_empty((1, tokens, heads, width))
     kernel("headway_rope")(

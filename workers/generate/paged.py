@@ -105,7 +105,7 @@ def _call(
 ) -> Any:
     heads, tokens, width = query.shape[1:]
     groups, value_width = values.shape[1:]
-    query, *new = (_dense(part) for part in (query, *new))
+    query, *new = (kernels.dense(part) for part in (query, *new))
     if plan.tables is None:
         plan.tables = Tables(plan)
     tables, tasks = plan.tables, plan.tables.tasks(heads // groups)
@@ -125,11 +125,6 @@ def _call(
     call.scale = scale
     kernels.kernel("headway_attend")(ctypes.byref(call), tasks.data_ptr(), len(tasks), torch.get_num_threads())
     return out
-
-
-def _dense(part: Any) -> Any:
-    """With the numbers of a head side by side."""
-    return part if part.stride(3) == 1 else part.contiguous()
 
 
 def _cut(lengths: Sequence[tuple[int, int]], most: int) -> list[tuple[int, int, int]]:

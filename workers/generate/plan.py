@@ -105,7 +105,7 @@ class Plan:
         self.lasts = torch.tensor(_lasts(spans), device=device)
         self._masks: dict[tuple[int, int], Any] = {}
         self.lengths = [(len(span.ids), span.end) for span in spans]  # of each: tokens here, tokens in all
-        if exact:
+        if exact and not in_place:
             self._add_lengths()
 
     def _add_chunks(self, prefill: Sequence[Span], page_tokens: int, write: list[Any], read: list[Any]) -> list[Chunk]:

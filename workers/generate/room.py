@@ -28,12 +28,16 @@ class Room:
     facts: dict[str, str]
 
 
+def lower_dtype(spec: ModelSpec, loaded: Loaded) -> Any:
+    """What keys and values are stored as; None: as the model computes them."""
+    dtype = None if spec.kv_dtype == "auto" else getattr(torch, spec.kv_dtype)
+    return None if dtype is loaded.dtype else dtype
+
+
 def room_of(spec: ModelSpec, loaded: Loaded, runner: Runner) -> Room:
     """The cache of `runner`'s model as the spec asks for it, checked and allocated. Raises LoadError."""
-    dtype = None if spec.kv_dtype == "auto" else getattr(torch, spec.kv_dtype)
+    dtype = lower_dtype(spec, loaded)
     pattern, checked = runner.pattern, str(loaded.dtype).removeprefix("torch.")
-    if dtype is loaded.dtype:
-        dtype = None
     if dtype is not None:
         checked = check_kv_dtype(runner, loaded, dtype)
         pattern = runner.pattern.like(1, dtype)

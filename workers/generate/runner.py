@@ -83,16 +83,18 @@ class Runner:
     def run(self, plan: Plan, cache: PagedCache) -> Any:
         """One forward: logits [rows that end here, vocabulary], in the plan's order."""
         cache.plan, plan.cache = plan, cache
-        if self.flat is not None:
-            return self.flat(plan)
+        token = attention.planned.set(plan)
+        try:
+            return self._own(plan, cache) if self.flat is None else self.flat(plan)
+        finally:
+            attention.planned.reset(token)
+
+    def _own(self, plan: Plan, cache: PagedCache) -> Any:
+        """The same by the model's own forward."""
         options: dict[str, Any] = {self._cache_name: cache, "use_cache": True}
         if self._keeps:
             options["logits_to_keep"] = plan.lasts if len(plan.lasts) else 1
-        token = attention.planned.set(plan)
-        try:
-            logits = self.model(plan.ids, position_ids=plan.positions, **options).logits[0]
-        finally:
-            attention.planned.reset(token)
+        logits = self.model(plan.ids, position_ids=plan.positions, **options).logits[0]
         if not len(plan.lasts):
             return logits[:0]
         return logits if self._keeps else logits[plan.lasts]
